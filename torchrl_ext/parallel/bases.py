@@ -1,4 +1,4 @@
-"""Conversion between the TensorDicts of a ``ParallelEnv`` and the arrays of its workers."""
+"""Environment of a ``ParallelEnv`` whose workers are stepped by TorchRL."""
 
 from __future__ import annotations
 
@@ -10,49 +10,17 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torchrl.data import Composite
 from torchrl.envs import EnvBase
 
+from rl_ext_core.errors import InvalidArgumentError
 from torchrl_ext._compat import new_tensordict
 from torchrl_ext.parallel.leaves import Leaves
-from torchrl_ext.parallel.plan import GymWrapper, WorkerPlan
+from torchrl_ext.parallel.plan import WorkerPlan
 from torchrl_ext.parallel.worker_env import NON_TENSOR, TENSORDICT
 from torchrl_ext.parallel.worker_pool import EACH, WorkerPool
 
-__all__ = ["make_base"]
+__all__ = ["LeavesBase"]
 
 
-def make_base(pool: WorkerPool, plan: WorkerPlan, device: torch.device | None) -> EnvBase:
-    """Return the environment that steps the workers of a plan.
-
-    :param device: device of the TensorDicts; None: that of the environments
-    """
-    return (_GymBase if plan.is_gymnasium else _TensorDictBase)(pool, plan, device)
-
-
-class _GymBase(GymWrapper):
-    """Wrapper around a pool of gymnasium environments."""
-
-    def __init__(self, pool: WorkerPool, plan: WorkerPlan, device: torch.device | None) -> None:
-        source = plan.source
-        self.__dict__["_source_from_pixels"] = source.from_pixels
-        options = {"device": torch.device("cpu"), **source.options}
-        if device is not None:
-            options["device"] = device
-        super().__init__(pool, env_type="numpy", **options)
-        self.__dict__["frame_skip"] = source.frame_skip  # the workers skip frames
-
-    def _build_env(self, env: Any, **_: Any) -> Any:
-        self.batch_size, self.pixels_only = self._get_batch_size(env), True
-        self.__dict__["from_pixels"] = self.__dict__["_source_from_pixels"]  # the workers render
-        return env
-
-    def _make_specs(self, env: Any, batch_size: Any = None) -> None:
-        super()._make_specs(env, batch_size)
-        if self.device is None:  # TorchRL's specs have a device even then
-            for spec in (self.input_spec, self.output_spec):
-                for key, part in list(spec.items()):
-                    spec[key] = part.to("cpu")
-
-
-class _TensorDictBase(EnvBase):
+class LeavesBase(EnvBase):
     """Environment over a pool of :class:`~torchrl_ext.parallel.worker_env.TensorDictEnv`."""
 
     def __init__(self, pool: WorkerPool, plan: WorkerPlan, device: torch.device | None) -> None:
@@ -74,8 +42,9 @@ class _TensorDictBase(EnvBase):
             _pool=pool,
             _leaves=leaves,
             _memory=memory.numpy(),
-            _places=leaves.views(memory),
+            _places=[*zip(leaves.inputs, leaves.views(memory), strict=True)],
             _outputs={leaf.key: leaf for leaf in leaves.outputs},
+            _observed={*self.observation_spec.keys(True, True)},
             _reset_tree=_make_tree(parts),
             _step_tree=_make_tree([*parts, self.full_reward_spec]),
             _others=[None] * count,  # last entries of each environment that are not tensors
@@ -84,15 +53,22 @@ class _TensorDictBase(EnvBase):
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         own = self.__dict__
         memory, leaves = own["_memory"], own["_leaves"]
-        for number, (leaf, place) in enumerate(zip(leaves.inputs, own["_places"], strict=True)):
+        for number, (leaf, place) in enumerate(own["_places"]):
             value = tensordict.get(leaf.key, None)
             memory[:, number] = value is not None
             if value is not None:
+                if value.shape != place.shape:  # copy_ would broadcast it
+                    value = _reshape(value, place.shape, leaf.key)
                 place.copy_(value)
         actions: Any = memory
-        if leaves.non_tensor_inputs:
-            others = tensordict.select(*leaves.non_tensor_inputs, strict=False).unbind(0)
-            actions = [(row, other) for row, other in zip(memory.copy(), others, strict=True)]
+        others = [*leaves.non_tensor_inputs]
+        if (given := tensordict.get("next", None)) is not None:  # transforms in workers keep a policy's next state
+            known = [key for key in given.keys(True, True) if key in own["_observed"]]
+            for key in known:
+                _reshape(given.get(key), self.observation_spec[key].shape, _next(key))
+            others += map(_next, known)
+        if others:
+            actions = [*zip(memory.copy(), tensordict.select(*others, strict=False).unbind(0), strict=True)]
         observations, *_, infos = own["_pool"].step(actions)
         return self._build(own["_step_tree"], observations, infos)
 
@@ -106,9 +82,8 @@ class _TensorDictBase(EnvBase):
             known = {*self._outputs, *(leaf.key for leaf in own["_leaves"].inputs), *self.reset_keys}
             known |= {*own["_leaves"].non_tensor_inputs, *own["_leaves"].non_tensor_outputs}
             given = tensordict.select(*known, strict=False).to("cpu")
-            for number in rows.nonzero().view(-1).tolist():
-                if not given.is_empty():
-                    each[number] = {**each[number], TENSORDICT: _entries(given[number])}
+            for number in rows.nonzero().view(-1).tolist() if not given.is_empty() else ():
+                each[number] = {**each[number], TENSORDICT: _entries(given[number])}
         observations, infos = own["_pool"].reset(options=options)
         return self._build(own["_reset_tree"], observations, infos)
 
@@ -123,28 +98,41 @@ class _TensorDictBase(EnvBase):
 
     def _build(self, tree: Any, observations: dict[str, Any], infos: dict[str, Any]) -> TensorDictBase:
         """Return a TensorDict of new tensors."""
-        own = self.__dict__
+        own, device = self.__dict__, self.device
         tensors = {key: leaf.from_array(observations[leaf.name]) for key, leaf in own["_outputs"].items()}
-        if self.device is not None and self.device.type != "cpu":
-            tensors = {key: tensor.to(self.device) for key, tensor in tensors.items()}
-        out = _build_tree(tree, tensors, self.device)
+        if device is not None and device.type != "cpu":
+            tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
+        out = _build_tree(tree, tensors, device)
         if NON_TENSOR in infos:
-            others = own["_others"] = [
-                before if new is None else new for before, new in zip(own["_others"], infos[NON_TENSOR], strict=True)
-            ]
-            out.update(LazyStackedTensorDict(*others))
+            pairs = zip(own["_others"], infos[NON_TENSOR], strict=True)
+            own["_others"] = [before if new is None else new for before, new in pairs]
+            out.update(LazyStackedTensorDict(*own["_others"]))
         return out
 
     def _set_seed(self, seed: int | None) -> None:
         raise NotImplementedError("ParallelEnv seeds its workers")
 
 
+def _next(key: Any) -> tuple[str, ...]:
+    return ("next", key) if isinstance(key, str) else ("next", *key)
+
+
+def _reshape(value: torch.Tensor, shape: torch.Size, key: Any) -> torch.Tensor:
+    """Return an input with other axes in the shape of its spec."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() == shape.numel() and value.shape[:1] == shape[:1]:
+        return value.reshape(shape)
+    raise InvalidArgumentError(
+        f"the entry {key!r} has the shape {list(value.shape)}: expected {list(shape)}, as in the specs. Use "
+        "env.rand_action(tensordict) for an example"
+    )
+
+
 def _entries(tensordict: TensorDictBase) -> list[tuple[Any, Any]]:
     """Return keys and values of a TensorDict, which take less time to pickle."""
-    return [
-        (key, value.contiguous() if isinstance(value, torch.Tensor) else value)
-        for key, value in tensordict.items(True, True)
-    ]
+    items = tensordict.items(True, True)
+    return [(key, value.contiguous() if isinstance(value, torch.Tensor) else value) for key, value in items]
 
 
 def _make_tree(parts: Sequence[Composite]) -> tuple[dict[str, Any], torch.Size]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import numbers
 import os
@@ -10,17 +12,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 import torchrl.envs
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl._utils import seed_generator
 from torchrl.envs import EnvBase, SerialEnv
+from torchrl.envs.common import EnvMetaData
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
+from rl_ext_core.factory.convert import convert, examine_factory
 from rl_ext_core.vector.environments import seed_torch
 from torchrl_ext._compat import has_wrapper
-from torchrl_ext.parallel.bases import make_base
-from torchrl_ext.parallel.plan import GymWrapper, WorkerPlan
+from torchrl_ext.factories import PRELOAD, adapt, read_metadata
+from torchrl_ext.parallel.bases import LeavesBase
+from torchrl_ext.parallel.gym_source import GymBase, GymSource, GymWrapper
+from torchrl_ext.parallel.plan import WorkerPlan
 from torchrl_ext.parallel.worker_env import seed_environment
 from torchrl_ext.parallel.worker_pool import EACH, WorkerPool
 
@@ -128,13 +135,15 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
             recorder=recorder,
         )
         super().__init__(device=device)
-        self._connect(plan, WorkerPool(plan))
+        self._connect(plan)
 
-    def _connect(self, plan: WorkerPlan, pool: WorkerPool) -> None:
+    def _connect(self, plan: WorkerPlan) -> None:
         """Set the plan, and the environment that steps the workers."""
-        base = make_base(pool, plan, self.device)
+        pool, device, count = WorkerPool(plan), self.device, len(plan.factories)
+        is_gymnasium = isinstance(plan.source, GymSource)
+        base: EnvBase = GymBase(pool, plan.source, device) if is_gymnasium else LeavesBase(pool, plan, device)
         # Modules of torch would register attributes that are modules.
-        self.__dict__.update(_plan=plan, _pool=pool, _base=base, _seeds=None, num_workers=len(plan.factories))
+        self.__dict__.update(_plan=plan, _pool=pool, _base=base, _seeds=None, num_workers=count, _rows=range(count))
         self.batch_size, self._device = base.batch_size, base.device
         self.__dict__.update(_input_spec=base.input_spec.clone(), _output_spec=base.output_spec.clone())
 
@@ -162,12 +171,29 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
         mask = tensordict.get("_step", None)
         if mask is None or mask.all():
             return self._base._step(tensordict)
-        mask = mask.reshape(self.num_workers, -1).any(-1)
-        out = self[mask.nonzero().view(-1)]._base._step(tensordict[mask])
-        result = out.new_zeros(tensordict.shape)
-        result.update(tensordict.select(*out.keys(True, True), strict=False).clone())
-        result[mask] = out
-        return result
+        mask = mask.reshape(self.num_workers, -1)
+        if (mask != mask[:, :1]).any():
+            raise InvalidArgumentError(
+                "_step is true for a part of a worker's environments: expected one value for each worker. Use "
+                "ParallelEnv(num_workers, lambda: TransformedEnv(env, transform)), with the transform in the worker"
+            )
+        rows = mask[:, 0].nonzero().view(-1).tolist()
+        out = self._step_rows(tensordict, rows)
+        for key, value in list(out.items(True, True)):  # other rows get the values of the input, or zeros
+            if isinstance(value, torch.Tensor):
+                before = tensordict.get(key, None)
+                result = torch.zeros_like(value) if before is None else before.to(value, copy=True)
+                result[rows] = value[rows]
+                out.set(key, result)
+        return out
+
+    def _step_rows(self, tensordict: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:
+        """Step the environments with these numbers. The other rows of the result have no meaning."""
+        self._pool.stepped = rows
+        try:
+            return self._base._step(tensordict)
+        finally:
+            self._pool.stepped = None
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         each = [{**own, **kwargs} for own in kwargs.pop("list_of_kwargs", [{}] * self.num_workers)]
@@ -185,7 +211,7 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
         """Seed the environments as TorchRL's class does, and return the next seed."""
-        workers, seeds = range(self.num_workers), [seed]
+        workers, seeds = self._rows, [seed]
         if not self._plan.is_gymnasium:
             for number in workers:
                 arguments = [(seed_environment, seeds[-1], static_seed)]
@@ -194,7 +220,10 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
             for _ in workers:
                 seeds.append(seeds[-1] if static_seed or seeds[-1] is None else seed_generator(seeds[-1]))
             self._pool.call_each(workers, "apply", [(seed_torch, own) for own in seeds[:-1]])
-            self._pool.reset(seed=seeds[:-1])
+            rows, each = np.zeros(self._pool.num_envs, bool), [None] * self._pool.num_envs
+            for number, own in zip(workers, seeds, strict=False):
+                rows[number], each[number] = True, own
+            self._pool.reset(seed=each, options={"reset_mask": rows})
         self.__dict__["_seeds"] = seeds[:-1]
         return seeds[-1]
 
@@ -291,9 +320,7 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        plan, device = state["_plan"], state["_device"]
-        pool = WorkerPool(plan)
-        self.__dict__.update(_pool=pool, _base=make_base(pool, plan, device))
+        self._connect(state["_plan"])
 
     # -- access to the environments
 
@@ -307,10 +334,9 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **_: Any) -> None:
         """Load the state of each worker's environment."""
-        workers = range(self.num_workers)
         if not self._plan.is_gymnasium:
-            calls: list[Any] = [("load_state_dict", (state_dict[f"worker{number}"],), {}) for number in workers]
-            self._pool.call_each(workers, "call", calls)
+            states = [state_dict[f"worker{number}"] for number in range(self.num_workers)]
+            self._pool.call_each(self._rows, "call", [("load_state_dict", (state,), {}) for state in states])
 
     def __getitem__(self, item: Any) -> ParallelEnv:
         self._pool.run("view", lambda: None)
@@ -351,7 +377,58 @@ class _View(ParallelEnv):
 
     def __init__(self, parent: ParallelEnv, workers: Sequence[int]) -> None:
         EnvBase.__init__(self, device=parent.device)
-        self._connect(parent._plan.select(workers), parent._pool.select(workers))
+        own = {name: getattr(parent, name) for name in ("_plan", "_pool", "_base")}
+        workers = [parent._rows[number] for number in workers]
+        self.__dict__.update(own, _seeds=None, num_workers=len(workers), _rows=workers)
+        self.__dict__.update(_viewed=parent._pool._pool, _is_released=False)
+        specs = parent._base.input_spec, parent._base.output_spec
+        self.batch_size = torch.Size([len(workers), *parent._base.batch_size[1:]])
+        self.__dict__.update(_input_spec=specs[0][workers].clone(), _output_spec=specs[1][workers].clone())
+        # For each environment of the pool, its row in this view; 0 for those that are not in it.
+        self.__dict__["_index"] = [workers.index(n) if n in workers else 0 for n in range(parent._pool.num_envs)]
+
+    rand_action = EnvBase.rand_action
+
+    def _delegates(self, tensordict: TensorDictBase) -> bool:
+        return False
+
+    def _require_running(self) -> None:
+        pool = self._pool
+        if self._is_released or (not pool.closed and pool._pool is not self._viewed):
+            raise RuntimeError(
+                "Cannot use a closed indexed batched environment view. Create a new view from the parent environment "
+                "instead."
+            )
+        if pool.closed:
+            self.__dict__["_is_released"] = True
+            raise RuntimeError(
+                "Cannot use an indexed batched environment view after its parent environment has been closed."
+            )
+
+    def _step_rows(self, tensordict: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:
+        self._require_running()
+        rows = [self._rows[number] for number in rows]
+        return super()._step_rows(tensordict[self._index], rows)[self._rows]
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if tensordict.get("_step", None) is None:
+            return self._step_rows(tensordict, range(self.num_workers))
+        return super()._step(tensordict)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        self._require_running()
+        given = TensorDict({}, self.batch_size) if tensordict is None else tensordict
+        everything = given[self._index]
+        others = torch.tensor([number not in self._rows for number in range(len(self._index))])
+        keys = [key for key in self.reset_keys if key in given.keys(True, True)]
+        for key in keys or self.reset_keys[:1]:
+            mask = torch.ones(self.full_done_spec[self.done_keys[self.reset_keys.index(key)]].shape, dtype=torch.bool)
+            mask = (given.get(key) if keys else mask)[self._index].clone()
+            mask[others] = False
+            everything.set(key, mask)
+        each = kwargs.pop("list_of_kwargs", [{}] * self.num_workers)
+        kwargs["list_of_kwargs"] = [each[number] for number in self._index]
+        return super()._reset(everything, **kwargs)[self._rows]
 
 
 class _WorkerCall:
@@ -366,8 +443,7 @@ class _WorkerCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         env, path = self._env, self._path
-        workers = range(env.num_workers)
-        base = env._base
+        workers, base = env._rows, env._base
         if isinstance(base, GymWrapper) and (path in vars(base) or hasattr(GymWrapper, path)):
             value = getattr(base, path)  # workers have no wrapper of TorchRL
             return [value(*args, **kwargs) if callable(value) else value for _ in workers]
@@ -436,25 +512,37 @@ def _needs_process(kwargs: Mapping[str, Any]) -> bool:
 
 
 class _SingleSerialEnv(SerialEnv):
-    """``SerialEnv`` with one environment, for ``serial_for_single=True``.
+    """``SerialEnv`` of one factory, with metadata that is known."""
 
-    Its metadata is read without building another one in this process.
-    """
-
-    def __init__(self, plan: WorkerPlan, **kwargs: Any) -> None:
-        self.__dict__["_plan"] = plan
-        super().__init__(1, plan.factories[0], create_env_kwargs=plan.kwargs, **kwargs)
+    def __init__(self, factory: Any, metadata: Any, **kwargs: Any) -> None:
+        self.__dict__["_known_metadata"] = metadata
+        super().__init__(1, factory, **kwargs)
 
     def _get_metadata(self, *_: Any) -> None:
-        self._set_metadata(self._plan.source[0].clone())
+        self._set_metadata(self._known_metadata.clone())
 
 
 def _make_serial_env(create_env_fn: Any, kwargs: dict[str, Any]) -> SerialEnv:
     """Build a :class:`_SingleSerialEnv` from the arguments of ``ParallelEnv``."""
+    _check_num_workers(1, create_env_fn)
+    item = create_env_fn[0] if isinstance(create_env_fn, (list, tuple)) else create_env_fn
+    ours = ("seed", "overrides", "devices", "verify", "start_timeout", "mp_start_method", "num_sub_threads")
+    own = {name: kwargs.pop(name) for name in ours if name in kwargs}
     for name in ("step_timeout", "metadata_from_workers", "shutdown_timeout", "recorder"):
         kwargs.pop(name, None)
-    named = {"mp_start_method": "start_method", "create_env_kwargs": "kwargs", "num_sub_threads": "num_threads"}
-    ours = {name: name for name in ("seed", "overrides", "devices", "verify", "start_timeout")}
-    options = {option: kwargs.pop(name) for name, option in {**ours, **named}.items() if name in kwargs}
-    plan = WorkerPlan(create_env_fn, _check_num_workers(1, create_env_fn), is_serial=True, **options)
-    return _SingleSerialEnv(plan, **kwargs)
+    options = {"start_method": own.get("mp_start_method"), "timeout": own.get("start_timeout")}
+    verify, seed, arguments = own.get("verify", True), own.get("seed"), kwargs.get("create_env_kwargs") or {}
+    factory = convert(item, verify=verify, adapt=adapt, preload=PRELOAD, read=read_metadata, **options)
+    metadata = factory.examination and factory.examination.read
+    (bound,) = factory.for_workers(1, seed=seed, overrides=own.get("overrides"), devices=own.get("devices"))
+    if not isinstance(metadata, EnvMetaData) or bound.overrides or arguments:
+        metadata = examine_factory(bound, read=read_metadata, overrides=arguments, **options).read
+    return _SingleSerialEnv(bound.then(functools.partial(_seed, seed=seed)), metadata, **kwargs)
+
+
+def _seed(environment: EnvBase, seed: int | None) -> EnvBase:
+    """Seed an environment that has seeds, and return it."""
+    if seed is not None:
+        with contextlib.suppress(NotImplementedError):
+            environment.set_seed(seed)
+    return environment

@@ -11,7 +11,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torchrl.data import Composite, NonTensor
 
 from rl_ext_core.errors import InvalidArgumentError
@@ -181,11 +180,3 @@ def _split(parts: Sequence[Composite | None], name: str) -> tuple[list[Leaf], li
                 )
             leaves[key] = Leaf(key, tuple(spec.shape), spec.dtype)
     return sorted(leaves.values(), key=lambda leaf: leaf.name), sorted({*others}, key=str)
-
-
-def to_tensordict(entries: Any, batch_size: Any, device: Any) -> TensorDict:
-    """Return a TensorDict of (key, value) pairs."""
-    made = TensorDict({}, batch_size=batch_size, device=device)
-    for key, value in entries:
-        made.set(key, value)
-    return made

@@ -62,7 +62,7 @@ class TensorDictEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             options["seed"] = seed
         if (entries := options.pop(TENSORDICT, None)) is not None:
             options["tensordict"] = self._new().update(dict(entries))
-        self._root = self.environment.reset(**options)
+        self._root = self.environment.reset(**options).copy()
         self._found = dict(self._zeros)  # without the last reward
         return self._read(self._root)
 
@@ -72,7 +72,7 @@ class TensorDictEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         :param action: bytes of the inputs; or a pair of them and a TensorDict of other inputs
         """
         data, others = action if isinstance(action, tuple) else (action, None)
-        root = self._root.copy()
+        root = self._root  # of this object, which replaces it below
         for key, value in self._leaves.read_inputs(data):
             root.set(key, value)
         if others is not None:

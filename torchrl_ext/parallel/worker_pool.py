@@ -13,12 +13,11 @@ from gymnasium.vector.utils import iterate
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.vector import SharedMemoryVectorEnv
-from rl_ext_core.vector.array_frameworks import map_arrays
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.pool import Pool
 from torchrl_ext.parallel.plan import WorkerPlan
 
-__all__ = ["EACH", "WorkerPool", "WorkerRows"]
+__all__ = ["EACH", "WorkerPool"]
 
 # Key of an option of reset: the options of each environment.
 EACH = "options of each environment"
@@ -31,9 +30,11 @@ class WorkerPool(SharedMemoryVectorEnv):
     After Ctrl-C the workers are ended, because later calls would get answers of the interrupted one.
 
     :param plan: factories and options
+    :ivar stepped: numbers of the environments that steps step; None: all
     """
 
     _pool: Pool
+    stepped: Sequence[int] | None = None
     failure_summary: str | None = None  # why there are no workers; None if they were closed
     _has_open_call = False
 
@@ -69,8 +70,7 @@ class WorkerPool(SharedMemoryVectorEnv):
         :param name: name of the operation. A ``"step"`` after a failure is refused
         :raises WorkerError: If a worker fails. The workers have ended.
         """
-        if self._has_open_call:  # it was interrupted while it ended the workers
-            self.end("a call was interrupted")
+        self.end_interrupted()
         if not self.closed:
             require_same_process(self._pool._owner)
         elif name == "step" and self.failure_summary is not None:
@@ -105,7 +105,7 @@ class WorkerPool(SharedMemoryVectorEnv):
         self.closed, self._pending, self._has_open_call = True, "", False
 
     def end_interrupted(self) -> None:
-        """End the workers if a call was interrupted."""
+        """End the workers if a call was interrupted while it ended them."""
         if self._has_open_call:
             self.end("a call was interrupted")
 
@@ -126,16 +126,12 @@ class WorkerPool(SharedMemoryVectorEnv):
 
     # -- steps, resets and calls
 
-    def step(self, actions: Any, environments: Sequence[int] | None = None) -> Any:
-        """Step all environments, or some.
+    def step(self, actions: Any) -> Any:
+        """Step the environments of ``stepped``."""
+        return self.run("step", self._step, actions)
 
-        :param actions: ``(num_envs, ...)`` actions
-        :param environments: numbers of the environments; default: all
-        """
-        return self.run("step", self._step, actions, environments)
-
-    def _step(self, actions: Any, environments: Sequence[int] | None) -> Any:
-        self._pool.begin_step(actions, lambda given: list(iterate(self.action_space, given)), environments)
+    def _step(self, actions: Any) -> Any:
+        self._pool.begin_step(actions, lambda given: list(iterate(self.action_space, given)), self.stepped)
         self._pending = "step"
         return self.step_wait()
 
@@ -171,86 +167,3 @@ class WorkerPool(SharedMemoryVectorEnv):
     def processes(self) -> list[Any]:
         """Processes of the running workers."""
         return [worker.process for worker in self._pool.workers]
-
-    def select(self, environments: Sequence[int]) -> WorkerRows:
-        """Return a live view of some environments."""
-        return WorkerRows(self, environments)
-
-
-class WorkerRows(WorkerPool):
-    """Live view of some environments of a :class:`WorkerPool`, while its present workers run.
-
-    :param parent: all environments
-    :param environments: numbers of the environments
-    """
-
-    def __init__(self, parent: WorkerPool, environments: Sequence[int]) -> None:
-        super().__init__(parent._plan.select(environments))
-        self._parent, self._environments, self._viewed = parent, list(environments), parent._pool
-        self.is_released = False
-
-    def _have_workers_ended(self) -> bool:
-        return self.is_released or self._parent.closed or self._parent._pool is not self._viewed
-
-    def _ignore_value(self, value: bool) -> None:
-        """Do nothing, because the parent's workers decide."""
-
-    closed = property(_have_workers_ended, _ignore_value)
-
-    def _require_running(self) -> WorkerPool:
-        if self.is_released or (not self._parent.closed and self._parent._pool is not self._viewed):
-            raise RuntimeError(
-                "Cannot use a closed indexed batched environment view. Create a new view from the parent environment "
-                "instead."
-            )
-        if self._parent.closed:
-            self.is_released = True
-            raise RuntimeError(
-                "Cannot use an indexed batched environment view after its parent environment has been closed."
-            )
-        return self._parent
-
-    def run(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a function that uses the workers."""
-        return self._require_running().run(name, function, *arguments, **options)
-
-    def close(self, timeout: float | None = None, **_: Any) -> None:
-        """Stop using the workers, which keep running."""
-        self.is_released = True
-
-    def step(self, actions: Any, environments: Sequence[int] | None = None) -> Any:
-        """Step these environments, or those with these numbers in the view."""
-        parent = self._require_running()
-        rows = self._environments if environments is None else [self._environments[number] for number in environments]
-        arrays, places = parent._pool.arrays, self._environments
-        if isinstance(actions, np.ndarray) and "action" in arrays:
-            everything: Any = arrays["action"].copy()
-            everything[places] = actions
-        else:
-            everything = [None] * parent.num_envs
-            for place, action in zip(places, iterate(self.action_space, actions), strict=True):
-                everything[place] = action
-        return self._take(parent.step(everything, rows))
-
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
-        """Reset these environments, or some of them."""
-        parent, options = self._require_running(), dict(options or {})
-        rows, each = np.zeros(parent.num_envs, bool), [None] * parent.num_envs
-        seeds = list(each)
-        rows[self._environments] = options.pop("reset_mask", True)
-        own = options.pop(EACH, None) or [options or None] * self.num_envs
-        for number, place in enumerate(self._environments):
-            seeds[place], each[place] = None if seed is None else seed[number], own[number]
-        return self._take(parent.reset(seed=seeds, options={"reset_mask": rows, EACH: each}))
-
-    def call_each(self, environments: Sequence[int], command: str, arguments: Sequence[Any]) -> list[Any]:
-        """Make a call for some environments of the view."""
-        rows = [self._environments[number] for number in environments]
-        return self._require_running().call_each(rows, command, arguments)
-
-    def _take(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the rows of these environments."""
-        *arrays, infos = result
-        rows = self._environments
-        found = {key: value[rows] for key, value in infos.items() if isinstance(value, np.ndarray)}
-        return *(map_arrays(lambda array: array[rows], part) for part in arrays), found
