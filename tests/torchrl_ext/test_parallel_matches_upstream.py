@@ -92,6 +92,11 @@ def make_with_info() -> Any:
     return make_counter().set_info_dict_reader(default_info_dict_reader(["number"]))
 
 
+def make_primed() -> Any:
+    """Make a Counter whose hidden state of a policy is initialized in the worker."""
+    return TransformedEnv(make_counter(), Compose(InitTracker(), TensorDictPrimer(Composite(h=Unbounded((1,))))))
+
+
 def make_transformed() -> Any:
     """Make a Counter with transforms that read states."""
     return TransformedEnv(make_counter(), Compose(StepCounter(5), RewardSum()))
@@ -164,14 +169,16 @@ def use_views(env: Any) -> Any:
 
 
 def run_policy_with_state(env: Any) -> Any:
-    """Roll out a policy with a hidden state."""
+    """Roll out a policy with a hidden state, which is initialized in this process or in the workers."""
 
     def act(observation: Any, state: Any) -> Any:
         return torch.nn.functional.one_hot(state[..., 0].long() % 3, 3), state + 1
 
     policy = TensorDictModule(act, in_keys=["observation", "h"], out_keys=["action", ("next", "h")])
-    primer = TensorDictPrimer(Composite(h=Unbounded((3, 1)), shape=(3,)))
-    return roll(TransformedEnv(env, Compose(InitTracker(), primer)), 14, policy=policy)
+    if "h" not in env.observation_spec:
+        primer = TensorDictPrimer(Composite(h=Unbounded((3, 1)), shape=(3,)))
+        env = TransformedEnv(env, Compose(InitTracker(), primer))
+    return roll(env, 14, policy=policy)
 
 
 def collect(env: Any) -> Any:
@@ -252,6 +259,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Callable[[Any], Any]]]] = {
     "device": (functools.partial(make_counter, device="cpu"), COMMON),
     "Pendulum": (functools.partial(UpstreamGymEnv, "Pendulum-v1"), COMMON),
     "CartPole": (make_cartpole, COMMON),
+    "hidden states, in TorchRL": (make_primed, {"a policy with a state": run_policy_with_state}),
     "infos, in TorchRL": (make_with_info, COMMON),
     "transforms, in TorchRL": (make_transformed, COMMON),
     "TorchRL": (make_native, OF_NATIVE),
@@ -289,6 +297,15 @@ def test_configure_parallel_changes_options() -> None:
     env = ParallelEnv(2, make_native).configure_parallel(use_buffers=False, mp_start_method="fork", shutdown_timeout=20)
     env.reset()
     assert env._pool.processes[0].popen.method == "fork"
+    env.close()
+
+
+def test_inputs_of_another_shape_are_refused() -> None:
+    env = ParallelEnv(3, make_native)
+    td = env.rand_action(env.reset())
+    with pytest.raises(InvalidArgumentError, match=r"'action' has the shape \[3, 2\]: expected \[3, 1\]"):
+        env.step(td.clone().set("action", torch.zeros(3, 2)))
+    assert (env.step(td)["next", "reward"] == td["action"]).all()
     env.close()
 
 

@@ -10,7 +10,9 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from torchrl.data import Bounded
 from torchrl.envs import CatFrames, RewardSum, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import GymWrapper as UpstreamGymWrapper
 
 from rl_ext_core.errors import (
     EnvironmentOutputError,
@@ -328,4 +330,39 @@ def test_environments_of_other_libraries_run_in_workers(make: Any, shape: tuple[
     rollout = env.rollout(3)
     assert rollout.shape == shape
     assert make is not make_dm_cartpole or not torch.equal(rollout["position"][0], rollout["position"][1])
+    env.close()
+
+
+def set_spec(env: Any) -> None:
+    """Set a spec by hand."""
+    env.reward_spec = Bounded(0, 1, (1,))
+
+
+def set_attribute(env: Any) -> None:
+    """Set an attribute that wrappers of TorchRL do not have."""
+    env.extra = 3
+
+
+def replace_method(env: Any) -> None:
+    """Replace the method that reads observations."""
+    env.read_obs = read_ones
+
+
+def read_ones(observation: Any) -> dict[str, Any]:
+    """Return ones in place of an observation of Well."""
+    return {"observation": torch.ones(3)}
+
+
+@pytest.mark.sample(quick=1, ci=3)
+@pytest.mark.parametrize("change", [set_spec, set_attribute, replace_method])
+def test_changes_of_wrappers_are_kept(change: Any) -> None:
+    def make() -> UpstreamGymWrapper:
+        env = UpstreamGymWrapper(Well())
+        change(env)
+        return env
+
+    expected, env = make(), ParallelEnv(2, make)
+    assert env.reward_spec == expected.reward_spec.expand(2, 1)
+    assert (env.reset()["observation"][:, :2] == expected.reset()["observation"][:2]).all()
+    assert change is not set_attribute or list(env.extra) == [3, 3]
     env.close()

@@ -80,7 +80,7 @@ class WorkerPlan:
     ) -> None:
         check_recorder(options.get("recorder", False))
         self.start_method, self.num_threads, self._options = start_method, num_threads, options
-        self.kwargs, self.seeds = _per_worker(kwargs, num_workers), _worker_seeds(seed, num_workers)
+        self.kwargs = _per_worker(kwargs, num_workers)
         self._private_bytes: list[int | None] = []
         sources = list(source) if isinstance(source, (list, tuple)) else [source] * num_workers
         items = list({id(item): item for item in sources}.values())
@@ -103,6 +103,7 @@ class WorkerPlan:
                 is_same = isinstance(found, GymSource) and isinstance(fresh, GymSource)
                 found = dataclasses.replace(found, spaces=fresh.spaces) if is_same else fresh
             described |= {number: found for number, other in enumerate(sources) if other is item}
+        self.seeds = _worker_seeds(seed, num_workers)  # for_workers() has checked the seed
         first = described[0]
         if isinstance(first, GymSource) and all(entry == first for entry in described.values()):
             self.source: Any = first
