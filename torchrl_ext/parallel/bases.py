@@ -117,7 +117,7 @@ def _next(key: Any) -> tuple[str, ...]:
     return ("next", key) if isinstance(key, str) else ("next", *key)
 
 
-def _reshape(value: torch.Tensor, shape: torch.Size, key: Any) -> torch.Tensor:
+def _reshape(value: Any, shape: torch.Size, key: Any) -> Any:
     """Return an input with other axes in the shape of its spec."""
     if not isinstance(value, torch.Tensor):
         return value

@@ -220,7 +220,8 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
             for _ in workers:
                 seeds.append(seeds[-1] if static_seed or seeds[-1] is None else seed_generator(seeds[-1]))
             self._pool.call_each(workers, "apply", [(seed_torch, own) for own in seeds[:-1]])
-            rows, each = np.zeros(self._pool.num_envs, bool), [None] * self._pool.num_envs
+            rows = np.zeros(self._pool.num_envs, bool)
+            each: list[int | None] = [None] * self._pool.num_envs
             for number, own in zip(workers, seeds, strict=False):
                 rows[number], each[number] = True, own
             self._pool.reset(seed=each, options={"reset_mask": rows})

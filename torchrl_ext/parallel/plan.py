@@ -84,7 +84,7 @@ class WorkerPlan:
         self._private_bytes: list[int | None] = []
         sources = list(source) if isinstance(source, (list, tuple)) else [source] * num_workers
         items = list({id(item): item for item in sources}.values())
-        overridden = {name for entry in overrides or () if isinstance(entry, Mapping) for name in entry}
+        overridden = {name for entry in _mappings(overrides) for name in entry}
         reads = [(item, _choose_reader(item, overridden)) for item in items]
         known: list[Any] = [None if read is read_adapted else _describe_instance(item) for item, read in reads]
         unwrap = known[0] is not None and known == [known[0]] * len(known)
@@ -93,7 +93,7 @@ class WorkerPlan:
             factory = self._convert(item, found, unwrap, verify, read)
             if found is None and factory.examination is not None:
                 found = factory.examination.read
-            self._private_bytes.append(factory.examination and factory.examination.private_bytes)
+            self._private_bytes.append(None if factory.examination is None else factory.examination.private_bytes)
             own, index = _overrides_of(item, sources, overrides), [*map(id, sources)].index(id(item))
             bound = factory.for_workers(num_workers, overrides=own, seed=seed, devices=devices)
             factories |= {number: bound[number] for number, other in enumerate(sources) if other is item}
@@ -126,7 +126,8 @@ class WorkerPlan:
 
     def _convert(self, item: Any, found: Any, unwrap: bool, verify: bool, read: Any) -> EnvFactory[Any]:
         """Return the factory of an environment, or of the gymnasium environment in it."""
-        options = {"verify": verify, "start_method": self.start_method, "timeout": self._options.get("start_timeout")}
+        options: dict[str, Any] = {"verify": verify, "start_method": self.start_method}
+        options["timeout"] = self._options.get("start_timeout")
         if unwrap and isinstance(item, EnvBase):
             skip, factory = item.wrapper_frame_skip, convert(item._env, **options)
             return factory if skip == 1 else factory.then(functools.partial(FrameSkip, frames=skip))
@@ -240,6 +241,11 @@ def _describe_instance(item: Any) -> GymSource | None:
     item = item.instance if isinstance(item, EnvFactory) else item
     is_instance = not isinstance(item, type) and all(callable(getattr(item, name, None)) for name in ("reset", "step"))
     return find_gym_source(item) if is_instance else None
+
+
+def _mappings(overrides: Any) -> list[Mapping[str, Any]]:
+    """Return the entries of overrides that are mappings. Others are refused later."""
+    return [entry for entry in overrides or () if isinstance(entry, Mapping)]
 
 
 def _overrides_of(item: Any, sources: list[Any], overrides: Any) -> Any:
