@@ -51,7 +51,7 @@ def measure(kind: str, num_workers: int) -> list[dict[str, Any]]:
         envs = build(kind, num_workers)
         envs.reset()
         wall = time.perf_counter() - start
-        workers = [worker.pid for worker in envs._workers]
+        workers = [process.pid for process in (envs._workers if kind == "upstream" else envs._pool.processes)]
         measured.append(
             {
                 "wall_s": round(wall, 2),

@@ -19,27 +19,18 @@ import torchrl
 from tensordict import TensorDict
 from torchrl.data import TensorStorage
 from torchrl.data.replay_buffers import samplers
-from torchrl.envs import EnvBase, batched_envs
+from torchrl.envs import EnvBase
 from torchrl.envs.libs.gym import GymWrapper
 
 __all__ = [
     "BaseStepMixin",
     "has_fast_path",
     "has_slice_sampler",
-    "has_supervision",
     "has_wrapper",
     "is_sampler",
     "new_tensordict",
     "register_without_replacement",
 ]
-
-# The supervision of ParallelEnv's workers uses these.
-_SUPERVISION_NAMES = """
-    _start_workers _shutdown_workers _create_td _get_metadata _set_metadata _reset _step _workers _events
-    _shm_done_flags _worker_indices _owns_workers _parent_env _mp_start_method _use_buffers _single_task
-    _metadata_from_workers _properties_set parent_channels shared_tensordicts shared_tensordict_parent
-    _dispatch_caller_parallel
-"""
 
 # The fast path of a step calls or skips these parts of EnvBase.
 _FAST_PATH_NAMES = """
@@ -102,15 +93,6 @@ def _has_all_names(cls: type, names: str, consequence: str) -> bool:
             stacklevel=3,
         )
     return not missing
-
-
-def has_supervision() -> bool:
-    """Return whether the workers of a ``ParallelEnv`` can be supervised.
-
-    If not, TorchRL's own workers are used.
-    """
-    consequence = "torchrl_ext.ParallelEnv runs TorchRL's workers, which start slower and do not report why they died"
-    return _has_all_names(batched_envs.ParallelEnv, _SUPERVISION_NAMES, consequence)
 
 
 def has_fast_path() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+import warnings
 from typing import Any
 
 import torch
@@ -12,23 +12,21 @@ from torchrl.envs import EnvBase, SerialEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.recording.layers import unsaved_attributes
 from torchrl_ext.parallel import ParallelEnv
 from torchrl_ext.parallel.episodes import (
-    EPISODE_METHOD,
-    check_shapes,
-    check_transforms,
-    describe_environment,
+    LocalEpisodes,
+    WorkerEpisodes,
     describe_transform,
-    episode_state,
     find_recorder,
     load_transforms,
-    restore_episode,
+    require_shapes,
     split_transforms,
 )
 
 __all__ = ["EnvironmentState"]
 
-_FORMAT = "torchrl_ext environments 2"
+_FORMAT = "torchrl_ext environments 3"
 
 
 class EnvironmentState:
@@ -74,6 +72,11 @@ class EnvironmentState:
             _check_batched(self._base)
         else:
             find_recorder(self._base)
+        base = self._base
+        self._episodes: Any = WorkerEpisodes(base) if isinstance(base, ParallelEnv) else LocalEpisodes(self._members)
+
+    def _members(self) -> list[Any]:
+        return list(self._base._envs) if isinstance(self._base, SerialEnv) else [self._base]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as one tensor of bytes, in a dict.
@@ -90,7 +93,7 @@ class EnvironmentState:
         state = {
             "format": _FORMAT,
             "layout": self._layout(),
-            "episodes": self._call(episode_state, [(isinstance(self._base, ParallelEnv),)] * self._n_envs),
+            "episodes": self._save_episodes(),
             "buffers": self._base.shared_tensordict_parent.clone() if self._has_buffers else None,
             "transforms": [transform.state_dict() for transform in self._transforms],
             "collector": None if collector is None else (collector.state_dict(), collector._carrier),
@@ -124,8 +127,8 @@ class EnvironmentState:
         ) as error:
             raise CorruptFileError(f"state_dict is not that of an EnvironmentState ({error}). Save it again") from error
         self._check_layout(state["layout"])
-        check_shapes(self._transforms, state["transforms"])
-        self._call(check_transforms, [(episode,) for episode in state["episodes"]])
+        require_shapes(self._transforms, state["transforms"])
+        self._episodes.check(state["episodes"])
         if self._collector is None:
             self._env.reset()  # starts workers, and sets up transforms
         else:
@@ -141,12 +144,12 @@ class EnvironmentState:
         kind = "a single environment"
         if isinstance(base, BatchedEnvBase):
             name = "ParallelEnv" if isinstance(base, ParallelEnv) else "SerialEnv"
-            kind = f"{name}({base.num_workers}, ..., use_buffers={base._use_buffers})"
+            kind = f"{name}({base.num_workers}, ...)"
         return {
             "the source": "an environment" if self._collector is None else type(self._collector).__name__,
             "the environment without transforms": kind,
             "the list of transforms": " of ".join(map(describe_transform, self._transforms)) or "empty",
-            **{f"environment {index}": text for index, text in enumerate(self._call(describe_environment))},
+            **{f"environment {index}": text for index, text in enumerate(self._episodes.describe())},
         }
 
     def _check_layout(self, saved: dict[str, str]) -> None:
@@ -174,44 +177,37 @@ class EnvironmentState:
 
     @property
     def _has_buffers(self) -> bool:
-        """Whether the environments write to shared TensorDicts."""
-        return isinstance(self._base, BatchedEnvBase) and bool(self._base._use_buffers)
+        """Whether the environments write to TensorDicts that their batch shares."""
+        return isinstance(self._base, SerialEnv) and bool(self._base._use_buffers)
 
-    @property
-    def _n_envs(self) -> int:
-        """Number of environments, 1 without a batch."""
-        n_envs: int = self._base.num_workers if isinstance(self._base, BatchedEnvBase) else 1
-        return n_envs
+    def _save_episodes(self) -> list[dict[str, Any]]:
+        """Return the state of each episode, and warn about attributes that are not part of it."""
+        states: list[dict[str, Any]] = self._episodes.save()
+        for state in states:
+            if unsaved := unsaved_attributes(state["layers"]):
+                warnings.warn(f"Environment: {', '.join(unsaved)} cannot be saved.", stacklevel=3)
+        return states
 
-    def _call(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Call a function with each environment, in its process; return the results.
-
-        :param arguments: further arguments for each environment; default: none
-        """
-        arguments = arguments or [()] * self._n_envs
-        if isinstance(self._base, ParallelEnv):
-            results: list[Any] = getattr(self._base, EPISODE_METHOD)(function, arguments)
-            for result in results:
-                if isinstance(result, Exception):
-                    raise result
-            return results
-        members = self._base._envs if isinstance(self._base, SerialEnv) else [self._base]
-        return [function(member, *rest) for member, rest in zip(members, arguments, strict=True)]
-
-    def _restore_episodes(self, episodes: list[bytes]) -> None:
+    def _restore_episodes(self, states: list[dict[str, Any]]) -> None:
         """Repeat the episode of each environment."""
-        problems = self._call(restore_episode, [(episode,) for episode in episodes])
-        for index, problem in enumerate(problems):
-            if problem is not None:
-                raise InvalidArgumentError(
-                    f"environment {index} {problem}; expected the same episode as in the saved run. To continue with "
-                    "new episodes, load the collector's own state: collector.load_state_dict(...)"
-                )
+        for index, state in enumerate(states):
+            problem = "has no complete record of its episode"
+            if state["log"] is not None and not state["log"].is_interrupted:
+                difference, sentences = self._episodes.repeat(index, state)
+                for sentence in sentences:
+                    warnings.warn(f"Environment: {sentence}.", stacklevel=3)
+                if difference is None:
+                    continue
+                problem = f"is not deterministic: its observations differ from step {difference:,} of the episode"
+            raise InvalidArgumentError(
+                f"environment {index} {problem}; expected the same episode as in the saved run. To continue with "
+                "new episodes, load the collector's own state: collector.load_state_dict(...)"
+            )
 
 
 def _check_batched(base: Any) -> None:
     """Raise an error if the environments of a batch are not recorded."""
-    is_recorded = isinstance(base, SerialEnv) or (isinstance(base, ParallelEnv) and base._plan.recorder is not False)
+    is_recorded = isinstance(base, SerialEnv) or (isinstance(base, ParallelEnv) and base._plan.records_episodes)
     if not is_recorded:
         raise InvalidTypeError(
             f"the episodes of {type(base).__name__} are not recorded: expected torchrl_ext.ParallelEnv with "

@@ -14,10 +14,10 @@ from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.convert import convert
 
-__all__ = ["adapt", "as_factory", "make_factory", "read_metadata"]
+__all__ = ["PRELOAD", "adapt", "as_factory", "read_metadata"]
 
 # tensordict imports h5py and pandas, if installed, when it first makes a TensorDict from plain data.
-_PRELOAD = ("h5py", "pandas", "torchrl_ext")
+PRELOAD = ("h5py", "pandas", "torchrl_ext")
 # Module, class and TorchRL wrapper of environments. Only modules that are loaded are searched.
 _WRAPPERS = (
     ("gymnasium", "Env", "torchrl_ext.GymWrapper"),
@@ -50,28 +50,7 @@ def as_factory(source: Any, *, verify: bool = True, start_method: str | None = N
     :raises WorkerError: If building or stepping a copy fails.
     :raises InvalidTypeError: If ``source`` does not build an environment.
     """
-    return make_factory(source, verify=verify, start_method=start_method)
-
-
-def make_factory(
-    source: Any, *, verify: bool, start_method: str | None, timeout: float | None = None
-) -> EnvFactory[Any]:
-    """Turn an environment into a factory, with a limit on the duration.
-
-    :param source: an environment, or anything else that :func:`as_factory` accepts
-    :param verify: whether to compare a copy of an instance with the instance
-    :param start_method: start method of the temporary process
-    :param timeout: limit in seconds; None: no limit
-    """
-    return convert(
-        source,
-        verify=verify,
-        start_method=start_method,
-        adapt=adapt,
-        preload=_PRELOAD,
-        read=read_metadata,
-        timeout=timeout,
-    )
+    return convert(source, verify=verify, start_method=start_method, adapt=adapt, preload=PRELOAD, read=read_metadata)
 
 
 def read_metadata(environment: EnvBase) -> EnvMetaData:

@@ -44,7 +44,6 @@ ENVIRONMENTS: dict[str, Any] = {
     "single": make_env,
     "serial": lambda: SerialEnv(2, make_env),
     "parallel": lambda: ParallelEnv(2, make_unrecorded),
-    "pipes": lambda: ParallelEnv(2, make_unrecorded, use_buffers=False),
 }
 
 

@@ -26,7 +26,7 @@ __all__ = ["no_workers_left"]
 
 
 @pytest.mark.sample(quick=1, ci=3)
-@pytest.mark.parametrize("kind", ["single", "parallel", "serial", "pipes"])
+@pytest.mark.parametrize("kind", ["single", "parallel", "serial"])
 def test_killed_runs_continue_with_the_same_weights(kind: str, tmp_path: Path) -> None:
     killed, other = tmp_path / "killed", tmp_path / "other"
     for folder in (killed, other):

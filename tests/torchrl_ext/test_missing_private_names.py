@@ -17,7 +17,7 @@ from torchrl_ext import _compat
 SCRIPT = Path(__file__).with_name("renamed_torchrl.py")
 NAMES = " ".join(
     [
-        *(_compat._SUPERVISION_NAMES, _compat._FAST_PATH_NAMES, _compat._TENSORDICT_NAMES, _compat._WRAPPER_NAMES),
+        *(_compat._FAST_PATH_NAMES, _compat._TENSORDICT_NAMES, _compat._WRAPPER_NAMES),
         *(_compat._SLICE_SAMPLER_NAMES, _compat._TRACKED_STORAGE_NAMES),
     ]
 ).split()

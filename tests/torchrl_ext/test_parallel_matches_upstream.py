@@ -5,19 +5,31 @@ from __future__ import annotations
 import functools
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from tensordict.nn import TensorDictModule
+from torchrl.collectors import Collector
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import (
+    Compose,
+    InitTracker,
+    RewardSum,
+    StepCounter,
+    TensorDictPrimer,
+    TransformedEnv,
+    default_info_dict_reader,
+)
 from torchrl.envs import GymEnv as UpstreamGymEnv
 from torchrl.envs import GymWrapper as UpstreamGymWrapper
 from torchrl.envs import ParallelEnv as Upstream
-from torchrl.envs import RewardSum, TransformedEnv
+from torchrl.envs.utils import check_env_specs
 
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from tests.torchrl_ext.parallel_checks import no_workers_left
 from tests.torchrl_ext.parallel_environments import NativeEnv, Well
 from torchrl_ext import GymWrapper, ParallelEnv
@@ -35,15 +47,59 @@ def make_cartpole() -> Any:
     return UpstreamGymEnv("CartPole-v1")
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["buffers", "pipes"])
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
-    """Yield TorchRL's environment and ours, on which the same operations run."""
-    theirs = Upstream(3, make_native, mp_start_method="fork", use_buffers=request.param)
-    ours = ParallelEnv(3, make_native, use_buffers=request.param)
-    theirs.reset(), ours.reset()
-    yield theirs, ours
-    for env in (theirs, ours):
-        env.close(raise_if_closed=False)
+class Counter(gymnasium.Env[Any, Any]):
+    """Environment that observes its steps, its resets and a random number."""
+
+    observation_space = gymnasium.spaces.Box(-9, 9, (3,), np.float32)
+    action_space = gymnasium.spaces.Discrete(3)
+    render_mode = "rgb_array"
+    level = 7
+
+    class Part:
+        value = 42
+
+    def __init__(self) -> None:
+        self.n_resets, self.part = 0, Counter.Part()
+
+    def _observation(self) -> np.ndarray[Any, Any]:
+        return np.array([self.count, self.n_resets, self.np_random.uniform(-1, 1)], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.count, self.n_resets, self.options = 0, self.n_resets + 1, options
+        return self._observation(), {"number": np.float32(0)}
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        info = {"number": np.float32(self.count)}
+        return self._observation(), float(action) + 0.5, self.count >= 4 and action == 2, self.count >= 6, info
+
+    def render(self) -> Any:
+        return np.full((8, 8, 3), self.count, np.uint8)
+
+    def add(self, a: int, *, b: int) -> int:
+        """Return a sum: a method to call in workers."""
+        return a + b + self.count
+
+
+def make_counter(**options: Any) -> Any:
+    """Make a Counter with TorchRL's ``GymWrapper``."""
+    return UpstreamGymWrapper(Counter(), **options)
+
+
+def make_with_info() -> Any:
+    """Make a Counter whose infos are read."""
+    return make_counter().set_info_dict_reader(default_info_dict_reader(["number"]))
+
+
+def make_primed() -> Any:
+    """Make a Counter whose hidden state of a policy is initialized in the worker."""
+    return TransformedEnv(make_counter(), Compose(InitTracker(), TensorDictPrimer(Composite(h=Unbounded((1,))))))
+
+
+def make_transformed() -> Any:
+    """Make a Counter with transforms that read states."""
+    return TransformedEnv(make_counter(), Compose(StepCounter(5), RewardSum()))
 
 
 def seeded_result(do: Callable[[Any], Any], env: Any) -> Any:
@@ -55,8 +111,15 @@ def seeded_result(do: Callable[[Any], Any], env: Any) -> Any:
 
 def are_equal(one: Any, other: Any) -> bool:
     """Return whether two results are equal in all their elements."""
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(are_equal, one, other))
     same = one == other
     return bool(same.all() if hasattr(same, "all") else same)
+
+
+def roll(env: Any, steps: int = 12, **options: Any) -> Any:
+    """Return a rollout across episodes."""
+    return env.rollout(steps, break_when_any_done=False, **options)
 
 
 def reset_some(env: Any) -> Any:
@@ -66,11 +129,36 @@ def reset_some(env: Any) -> Any:
     return env.reset(td)
 
 
+def reset_some_after_a_step(env: Any) -> Any:
+    """Reset two of three rows of the next TensorDict."""
+    td = env.rollout(2)[:, -1]["next"].exclude("reward").clone()
+    td["_reset"] = torch.tensor([[True], [False], [True]])
+    return env.reset(td)
+
+
 def step_some(env: Any) -> Any:
-    """Step the first and the last of three rows, and return their observations."""
+    """Step the first and the last of three rows."""
     td = env.rand_action(env.reset())
     td["_step"] = torch.tensor([True, False, True])
-    return env.step(td)["next", "observation"][[0, 2]]
+    return env.step(td)["next"]
+
+
+def step_past_the_end(env: Any) -> Any:
+    """Step beyond the ends of episodes."""
+    td, found = env.reset(), []
+    for _ in range(8):
+        td = env.step(env.rand_action(td))["next"]
+        found.append(td["observation"].clone())
+    return torch.stack(found)
+
+
+def step_and_reset(env: Any) -> Any:
+    """Return the TensorDicts of steps that reset what is done."""
+    td, found = env.reset(), []
+    for _ in range(9):
+        done, td = env.step_and_maybe_reset(env.rand_action(td))
+        found.append(done.clone())
+    return torch.stack(found)
 
 
 def use_views(env: Any) -> Any:
@@ -80,94 +168,176 @@ def use_views(env: Any) -> Any:
     return torch.cat([first.rollout(2)["observation"].flatten(), rest.rollout(2)["observation"].flatten()])
 
 
-def restore_states(env: Any) -> Any:
-    """Load an earlier state; return the workers' totals before and after."""
-    env.rollout(4)
-    state = env.state_dict()
-    env.rollout(4)
-    before = [int(one["total"]) for one in env.state_dict().values()]
-    env.load_state_dict(state)
-    return before, [int(one["total"]) for one in env.state_dict().values()]
+def run_policy_with_state(env: Any) -> Any:
+    """Roll out a policy with a hidden state, which is initialized in this process or in the workers."""
+
+    def act(observation: Any, state: Any) -> Any:
+        return torch.nn.functional.one_hot(state[..., 0].long() % 3, 3), state + 1
+
+    policy = TensorDictModule(act, in_keys=["observation", "h"], out_keys=["action", ("next", "h")])
+    if "h" not in env.observation_spec:
+        primer = TensorDictPrimer(Composite(h=Unbounded((3, 1)), shape=(3,)))
+        env = TransformedEnv(env, Compose(InitTracker(), primer))
+    return roll(env, 14, policy=policy)
 
 
-OPERATIONS: dict[str, Callable[[Any], Any]] = {
+def collect(env: Any) -> Any:
+    """Return the batches of a collector."""
+    collector = Collector(env, None, frames_per_batch=30, total_frames=90, reset_at_each_iter=False)
+    return torch.cat([batch.exclude("collector").clone() for batch in collector], -1)
+
+
+def live(env: Any) -> Any:
+    """Close and start an environment repeatedly, and return what happens."""
+    found: list[Any] = []
+    env.close()
+    for call in (env.close, env.start, env.start):
+        try:
+            found.append(call())
+        except RuntimeError as error:
+            found.append(str(error))
+        found.append(env.is_closed)
+    env.reset()
+    return found
+
+
+COMMON: dict[str, Callable[[Any], Any]] = {
     "rollout": lambda env: env.rollout(5),
-    "rollout, cast": lambda env: env.rollout(5, auto_cast_to_device=True, break_when_any_done=False),
+    "rollout across episodes": roll,
+    "rollout, cast": lambda env: roll(env, 5, auto_cast_to_device=True),
+    "two rollouts": lambda env: (env.rollout(20)["observation"].sum(), env.rollout(20)["observation"].sum()),
+    "rollout until all are done": lambda env: env.rollout(5, break_when_all_done=True),
     "reset of some": reset_some,
+    "reset of some after a step": reset_some_after_a_step,
     "step of some": step_some,
+    "steps and resets": step_and_reset,
+    "views": use_views,
+    "specs": lambda env: [getattr(env, f"full_{name}_spec") for name in ("observation", "action", "reward", "done")],
+    "states": lambda env: env.full_state_spec,
+    "fake_tensordict": lambda env: str(env.fake_tensordict()),
+    "keys": lambda env: (env.batch_size, env.device, env.reward_keys, env.action_keys, env.done_keys, env.reset_keys),
+    "a transform": lambda env: roll(TransformedEnv(env, RewardSum())),
+    "transforms": lambda env: roll(TransformedEnv(env, Compose(StepCounter(4), RewardSum())), 14),
+    "a collector": collect,
+    "check_env_specs": check_env_specs,
+}
+OF_COUNTER: dict[str, Callable[[Any], Any]] = {
+    "steps past the end": step_past_the_end,
+    "rollout, not contiguous": lambda env: env.rollout(4, return_contiguous=False)[:, -1],
+    "rollout from a TensorDict": lambda env: env.rollout(5, auto_reset=False, tensordict=env.reset()),
+    "a reset with a seed": lambda env: env.reset(seed=5),
+    "a reset with options": lambda env: (env.reset(options={"a": 1}), list(env.options)),
+    "a reset with arguments of each": lambda env: env.reset(list_of_kwargs=[{"seed": seed} for seed in range(3)]),
+    "seeds": lambda env: (env.set_seed(11), env.set_seed(11, static_seed=True)),
+    "a method": lambda env: (env.reset(), env.add(3, b=2)),
+    "an attribute": lambda env: (env.reset(), list(env.level)),
+    "an attribute of an attribute": lambda env: (env.reset(), list(env.part.value())),
+    "attributes of the wrapper": lambda env: (env.reset(), list(env.frame_skip), list(env.from_pixels)),
+    "rendering": lambda env: (env.reset(), [image.tolist() for image in env.render()]),
+    "number of resets": lambda env: (env.rollout(20), env.rollout(20), list(env.n_resets)),
+    "state_dict": lambda env: (env.reset(), {name: len(state) for name, state in env.state_dict().items()}),
+    "a move": lambda env: env.to("cpu").rollout(3),
+    "a policy with a state": run_policy_with_state,
+    "closing and starting": live,
+}
+OF_NATIVE: dict[str, Callable[[Any], Any]] = {
+    "rollout": lambda env: env.rollout(5),
+    "reset of some": reset_some,
+    "step of some": lambda env: step_some(env)["observation"][[0, 2]],
     "views": use_views,
     "an attribute": lambda env: list(env.size),
     "a method": lambda env: env.add(1, b=2),
     "a reset with options": lambda env: env.reset(list_of_kwargs=[{}] * 3),
-    "specs": lambda env: (str(env.specs), str(env.fake_tensordict()), str(env)),
     "a transform": lambda env: TransformedEnv(env, RewardSum()).rollout(4),
-    "states": restore_states,  # last, since upstream's workers are out of step afterwards
+}
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Callable[[Any], Any]]]] = {
+    "gymnasium": (make_counter, COMMON | OF_COUNTER),
+    "pixels": (functools.partial(make_counter, from_pixels=True, pixels_only=False), COMMON),
+    "pixels only": (functools.partial(make_counter, from_pixels=True), {"rollout": roll, "spec": COMMON["specs"]}),
+    "categorical actions": (functools.partial(make_counter, categorical_action_encoding=True), COMMON),
+    "frame_skip": (functools.partial(make_counter, frame_skip=2), COMMON),
+    "device": (functools.partial(make_counter, device="cpu"), COMMON),
+    "Pendulum": (functools.partial(UpstreamGymEnv, "Pendulum-v1"), COMMON),
+    "CartPole": (make_cartpole, COMMON),
+    "hidden states, in TorchRL": (make_primed, {"a policy with a state": run_policy_with_state}),
+    "infos, in TorchRL": (make_with_info, COMMON),
+    "transforms, in TorchRL": (make_transformed, COMMON),
+    "TorchRL": (make_native, OF_NATIVE),
 }
 
 
 @pytest.mark.slow
-def test_operations_equal_upstream(pair: tuple[Any, Any]) -> None:
-    for name, operation in OPERATIONS.items():
-        assert are_equal(*(seeded_result(operation, env) for env in pair)), name
-
-
-@functools.cache
-def upstream_default_rollout() -> Any:
-    """Return a rollout of TorchRL's ParallelEnv with its default options."""
-    theirs = Upstream(2, make_native, mp_start_method="fork")
+@pytest.mark.filterwarnings("ignore:Sending a seeded ParallelEnv:UserWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_operations_equal_upstream(case: str) -> None:
+    make, operations = CASES[case]
+    theirs, ours = Upstream(3, make, mp_start_method="fork"), ParallelEnv(3, make())
+    assert ours._plan.is_gymnasium == ("TorchRL" not in case)
     try:
-        return seeded_result(lambda env: env.rollout(3), theirs)
+        for name, operation in operations.items():
+            assert are_equal(*(seeded_result(operation, env) for env in (theirs, ours))), name
     finally:
-        theirs.close()
+        theirs.close(raise_if_closed=False)
+        ours.close(raise_if_closed=False)
 
 
-@pytest.mark.sample(quick=0)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"share_individual_td": True, "metadata_from_workers": True},
-        {"memmap": True, "shared_memory": False, "num_threads": 1, "num_sub_threads": 1},
-        {"consolidate": False, "use_buffers": False, "daemon": True},
-        {"device": "cpu", "non_blocking": True},
-    ],
-    ids=str,
-)
-def test_upstream_options_are_accepted(options: dict[str, Any]) -> None:
-    ours = ParallelEnv(2, make_native, **options)
-    assert are_equal(seeded_result(lambda env: env.rollout(3), ours), upstream_default_rollout())
-    ours.close()
-
-
-def test_unshared_buffers_with_fork_are_rejected() -> None:
-    """An error replaces the zeros that upstream returns."""
-    with pytest.raises(InvalidArgumentError, match="Leave shared_memory out"):
-        ParallelEnv(2, make_native, shared_memory=False, mp_start_method="fork").reset()
+def test_options_without_effect_are_accepted_and_others_refused() -> None:
+    options = {"use_buffers": False, "share_individual_td": True, "metadata_from_workers": True, "non_blocking": True}
+    env = ParallelEnv(2, make_native, consolidate=False, shared_memory=True, num_sub_threads=1, **options)
+    assert isinstance(env, Upstream)
+    for name, value in {"memmap": True, "num_threads": 2}.items():
+        with pytest.raises(InvalidArgumentError, match=rf"Use torchrl.envs.ParallelEnv\(2, create_env_fn, {name}="):
+            ParallelEnv(2, make_native, **{name: value})
+    with pytest.raises(InvalidTypeError, match="no argument colour"):
+        ParallelEnv(2, make_native, colour=1)
 
 
 @pytest.mark.slow
 def test_configure_parallel_changes_options() -> None:
     env = ParallelEnv(2, make_native).configure_parallel(use_buffers=False, mp_start_method="fork", shutdown_timeout=20)
     env.reset()
-    assert env._workers[0].popen.method == env._mp_start_method == "fork"
-    assert not env._use_buffers
+    assert env._pool.processes[0].popen.method == "fork"
+    env.close()
+
+
+def test_inputs_of_another_shape_are_refused() -> None:
+    env = ParallelEnv(3, make_native)
+    td = env.rand_action(env.reset())
+    with pytest.raises(InvalidArgumentError, match=r"'action' has the shape \[3, 2\]: expected \[3, 1\]"):
+        env.step(td.clone().set("action", torch.zeros(3, 2)))
+    assert (env.step(td)["next", "reward"] == td["action"]).all()
+    env.close()
+
+
+def test_states_of_modules_in_workers_are_restored() -> None:
+    env = ParallelEnv(2, make_native)
+    env.rollout(4)
+    state = env.state_dict()
+    env.rollout(4)
+    assert [int(one["total"]) for one in env.state_dict().values()] == [8, 8]
+    env.load_state_dict(state)
+    assert [int(one["total"]) for one in env.state_dict().values()] == [4, 4]
+    with pytest.raises(NotImplementedError, match="do not support snapshot writeback"):
+        env[0:2] = [make_native(), make_native()]
     env.close()
 
 
 @pytest.mark.slow
-def test_reset_waits_for_its_own_data_after_state_dict_calls() -> None:
-    """Upstream's reset returns too early after these calls."""
-    env = ParallelEnv(2, functools.partial(NativeEnv, pause=0.3))
-    env.set_seed(3)
-    first = env.reset()["observation"]
-    for seed, same in ((3, True), (4, False), (3, True), (4, False)):
-        if same:
-            env.load_state_dict(env.state_dict())
-        else:
-            with pytest.raises(NotImplementedError, match="do not support snapshot writeback"):
-                env[0:2] = [make_native(), make_native()]
-        env.set_seed(seed)
-        assert torch.equal(env.reset()["observation"], first) == same
-    env.close()
+def test_entries_that_are_not_tensors() -> None:
+    make = functools.partial(NativeEnv, note="a note")
+    theirs, ours = Upstream(2, make, mp_start_method="fork"), ParallelEnv(2, make)
+    for operation in (lambda env: env.rollout(3), reset_first):
+        one, other = (seeded_result(operation, env) for env in (theirs, ours))
+        assert one.get("note").tolist() == other.get("note").tolist()
+    theirs.close()
+    ours.close()
+
+
+def reset_first(env: Any) -> Any:
+    """Reset the first of two rows after a step."""
+    td = env.rollout(2)[:, -1]["next"].exclude("reward").clone()
+    td["_reset"] = torch.tensor([[True], [False]])
+    return env.reset(td)
 
 
 # -- seeds
@@ -204,8 +374,6 @@ def upstream_rollout(reference: Callable[[], Any]) -> Any:
     ("form", "options"),
     [
         *((form, {}) for form in FORMS),
-        ("a function", {"use_buffers": False}),
-        ("torch's generator, copied", {"use_buffers": False}),
         ("an instance", {"mp_start_method": "spawn"}),
         ("an instance", {"mp_start_method": "fork"}),
         pytest.param("torch's generator", {"mp_start_method": "spawn"}, marks=pytest.mark.exhaustive),

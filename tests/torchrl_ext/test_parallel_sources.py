@@ -10,9 +10,17 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from torchrl.data import Bounded
 from torchrl.envs import CatFrames, RewardSum, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import GymWrapper as UpstreamGymWrapper
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
+from rl_ext_core.errors import (
+    EnvironmentOutputError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    NotCopyableError,
+    WorkerError,
+)
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.compare import run_in_subprocess
 from rl_ext_core.factory.walk import fingerprint
@@ -91,7 +99,6 @@ def test_sources_are_not_built_in_the_parent_process(form: str, method: str | No
     env.close()
     assert [count_events(event, in_this_process=True) for event in EVENTS] == before
     assert count_events("closed", in_this_process=False) >= 2
-    assert env._use_buffers
 
 
 @pytest.mark.sample(quick=0, ci=2)
@@ -142,7 +149,7 @@ def test_each_worker_gets_only_its_own_factory(monkeypatch: pytest.MonkeyPatch) 
 def test_ids_and_specs_build_environments(source: Any) -> None:
     env = ParallelEnv(2, source)
     assert env.reset()["observation"].shape == (2, 4)
-    assert [inner.spec.id for inner in env._env.unwrapped()] == ["CartPole-v1"] * 2
+    assert [spec.id for spec in env.spec] == ["CartPole-v1"] * 2
     env.close()
 
 
@@ -154,11 +161,11 @@ def test_different_environments_are_built_with_num_sub_threads() -> None:
             raise RuntimeError(f"{torch.get_num_threads()} threads")
         return NativeEnv(size=2)
 
-    env = ParallelEnv(create_env_fn=[make_env, NativeEnv(size=4)], num_sub_threads=3)
-    rollout = env.rollout(3)
-    assert [part["observation"].shape for part in rollout.unbind(0)] == [(3, 2), (3, 4)]
-    assert env.share_individual_td
+    env = ParallelEnv(create_env_fn=[make_env, NativeEnv(size=2)], num_sub_threads=3)
+    assert env.rollout(3)["observation"].shape == (2, 3, 2)
     env.close()
+    with pytest.raises(InvalidArgumentError, match=r"specs .* differ in .*Use torchrl.envs.ParallelEnv\(2, \[...\]\)"):
+        ParallelEnv(create_env_fn=[make_env, NativeEnv(size=4)], num_sub_threads=3)
 
 
 @pytest.mark.slow
@@ -240,10 +247,8 @@ def test_create_env_kwargs_and_update_kwargs_set_arguments_of_each_worker() -> N
 
 def test_overrides_that_change_specs_are_rejected() -> None:
     env = ParallelEnv(2, NativeEnv, overrides=[{"size": 3}, {"size": 5}])
-    with pytest.raises(
-        WorkerError,
-        match=r"the specs of worker 1 differ from those of the buffers: .*\(5,\).*If overrides change specs",
-    ):
+    text = r"environment 1 has observation_space=.*\[5\].*environment 0 has .*\[3\]"
+    with pytest.raises(EnvironmentOutputError, match=text):
         env.reset()
 
 
@@ -325,4 +330,39 @@ def test_environments_of_other_libraries_run_in_workers(make: Any, shape: tuple[
     rollout = env.rollout(3)
     assert rollout.shape == shape
     assert make is not make_dm_cartpole or not torch.equal(rollout["position"][0], rollout["position"][1])
+    env.close()
+
+
+def set_spec(env: Any) -> None:
+    """Set a spec by hand."""
+    env.reward_spec = Bounded(0, 1, (1,))
+
+
+def set_attribute(env: Any) -> None:
+    """Set an attribute that wrappers of TorchRL do not have."""
+    env.extra = 3
+
+
+def replace_method(env: Any) -> None:
+    """Replace the method that reads observations."""
+    env.read_obs = read_ones
+
+
+def read_ones(observation: Any) -> dict[str, Any]:
+    """Return ones in place of an observation of Well."""
+    return {"observation": torch.ones(3)}
+
+
+@pytest.mark.sample(quick=1, ci=3)
+@pytest.mark.parametrize("change", [set_spec, set_attribute, replace_method])
+def test_changes_of_wrappers_are_kept(change: Any) -> None:
+    def make() -> UpstreamGymWrapper:
+        env = UpstreamGymWrapper(Well())
+        change(env)
+        return env
+
+    expected, env = make(), ParallelEnv(2, make)
+    assert env.reward_spec == expected.reward_spec.expand(2, 1)
+    assert (env.reset()["observation"][:, :2] == expected.reset()["observation"][:2]).all()
+    assert change is not set_attribute or list(env.extra) == [3, 3]
     env.close()

@@ -22,7 +22,6 @@ from torchrl_ext._compat import has_fast_path, new_tensordict
 from torchrl_ext.gym.engine import Engine, refuse_frame_skip
 from torchrl_ext.gym.infos import copy_info, numbers_for_reader
 from torchrl_ext.gym.specs import SingleSpaces, find_starts, is_ragged, make_batched_specs, with_finite_samples
-from torchrl_ext.parallel import ParallelEnv
 
 __all__ = ["GymEnv", "GymWrapper"]
 
@@ -42,7 +41,12 @@ _CHOICES = {
 
 
 class _GymWrapperMeta(type(UpstreamGymWrapper)):  # type: ignore[misc]
-    """Metaclass that skips TorchRL's transform around vectorized environments."""
+    """Metaclass that skips TorchRL's transform around vectorized environments.
+
+    :ivar make_parallel: class for ``num_workers=``, which imports this module
+    """
+
+    make_parallel: Any = None
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if "missing_obs_value" in kwargs:
@@ -53,7 +57,7 @@ class _GymWrapperMeta(type(UpstreamGymWrapper)):  # type: ignore[misc]
         kwargs.pop("native_autoreset", None)  # the environment's own resets are always used
         workers = kwargs.pop("num_workers", 1)
         if workers > 1:
-            return ParallelEnv(workers, partial(cls, *args, **kwargs), metadata_from_workers=True)
+            return cls.make_parallel(workers, partial(cls, *args, **kwargs))
         return type(EnvBase).__call__(cls, *args, **kwargs)
 
     # TorchRL replaces methods of the classes GymWrapper and GymEnv in its module by those for the installed gym. If a

@@ -52,6 +52,8 @@ class Failure:
     The attributes that are not listed here are those of :class:`~rl_ext_core.errors.WorkerError`.
 
     :ivar summary: the message, in one line
+    :ivar what: clause of the message that says what happened, without subject and phase
+    :ivar rest: end of the message, after the phase
     :ivar exception: exception that the worker raised; None if there is none or it cannot be unpickled
     """
 
@@ -59,6 +61,8 @@ class Failure:
     kind: str
     phase: str | None
     summary: str
+    what: str
+    rest: str
     traceback: str = ""
     exception: BaseException | None = None
     exitcode: int | None = None
@@ -147,7 +151,7 @@ class FailedWorker:
         subject = f"{self.label} {self.worker} of {self.count}" + (f" ({details})" if details else "")
         when = f" in {phase}" if phase and kind != "start" else ""
         summary = f"{subject} {what}{when}{rest}"
-        return Failure(self.worker, kind, phase, summary, traceback, seed=seed, notes=notes, **more)
+        return Failure(self.worker, kind, phase, summary, what, rest, traceback, seed=seed, notes=notes, **more)
 
 
 def require_same_process(owner: int) -> None:

@@ -7,6 +7,7 @@ since. So its state can be restored by repeating these calls, without copying th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import struct
 import zlib
@@ -129,9 +130,13 @@ def step_checksum(observation: int, reward: Any, terminated: Any, truncated: Any
 
 
 def _call_or_get(env: Any, data: Any) -> Any:
-    """Call a method of an environment, or return an attribute."""
+    """Call a method of an environment, or return an attribute.
+
+    :param data: name, which may have dots, arguments and keyword arguments
+    """
     name, args, kwargs = data
-    found = env.get_wrapper_attr(name)
+    first, *rest = name.split(".")
+    found = functools.reduce(getattr, rest, env.get_wrapper_attr(first))
     return found(*args, **kwargs) if callable(found) else found
 
 

@@ -11,7 +11,15 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-__all__ = ["Generators", "Snapshot", "layers_of", "read_snapshot", "restore_generator"]
+__all__ = [
+    "Generators",
+    "Snapshot",
+    "global_states",
+    "layers_of",
+    "read_snapshot",
+    "restore_generator",
+    "restore_global_states",
+]
 
 # The emulator of Atari has a generator of its own, for sticky actions, which only its whole state includes.
 _EMULATOR = "ale"
@@ -38,6 +46,23 @@ def layers_of(env: Any) -> list[Any]:
         env = env.env
         found.append(env)
     return found
+
+
+def global_states(environment: Any = None) -> tuple[Any, ...]:
+    """Return the states of the global generators of Python, NumPy and torch; None for torch if it is not imported.
+
+    :param environment: not used; an environment in whose worker this is called
+    """
+    torch = sys.modules.get("torch")
+    return random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()
+
+
+def restore_global_states(environment: Any, states: tuple[Any, ...]) -> None:
+    """Set the global generators of Python, NumPy and torch."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    if states[2] is not None and "torch" in sys.modules:
+        sys.modules["torch"].set_rng_state(states[2])
 
 
 class Generators:

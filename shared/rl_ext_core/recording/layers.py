@@ -227,8 +227,12 @@ def unsaved_attributes(states: Sequence[LayerState], *, opaque: bool = False) ->
 
 
 def _all_layers(env: Any) -> list[Any]:
-    """Return the wrappers of an environment, outermost first, and the environment, without the recorder."""
-    return [layer for layer in layers_of(env) if not hasattr(type(layer), "episode_log")]
+    """Return the wrappers of an environment, outermost first, and the environment.
+
+    Without recorders, and without adapters of another library's environments, which have ``is_adapter``.
+    """
+    layers = layers_of(env)
+    return [layer for layer in layers if not any(hasattr(type(layer), name) for name in ("episode_log", "is_adapter"))]
 
 
 def _results_file(monitor: Any) -> tuple[str, float] | None:

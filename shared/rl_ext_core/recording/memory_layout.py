@@ -17,6 +17,7 @@ __all__ = [
     "MAX_EXACT",
     "OTHER_REWARD",
     "REWARD_KINDS",
+    "SKIPPED",
     "TERMINATED",
     "TRUNCATED",
     "MemoryLayout",
@@ -28,8 +29,8 @@ _LINE = 64  # bytes of a cache line. Each array begins a new one
 REWARD_KINDS: dict[type, int] = {float: 0, np.float64: 0, np.float32: 1, int: 2, np.int64: 2, bool: 3, np.bool_: 3}
 OTHER_REWARD = 4
 MAX_EXACT = 2**53  # larger integers are not represented exactly
-# Bits of the flags: end of the episode, and an observation that did not fit its dtype.
-TERMINATED, TRUNCATED, CONVERTED = 1, 2, 4
+# Bits of the flags: end of the episode, an observation that did not fit its dtype, and no step of this environment.
+TERMINATED, TRUNCATED, CONVERTED, SKIPPED = 1, 2, 4, 8
 ENDED = TERMINATED | TRUNCATED
 
 # An array in a space: the keys that lead to it, its shape and its dtype.

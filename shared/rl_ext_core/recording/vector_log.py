@@ -17,7 +17,7 @@ import numpy as np
 
 from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, observation_checksum, record_setting, step_checksum
 from rl_ext_core.recording.generators import Generators, Snapshot, read_snapshot
-from rl_ext_core.recording.memory_layout import OTHER_REWARD, TERMINATED, TRUNCATED, MemoryLayout
+from rl_ext_core.recording.memory_layout import OTHER_REWARD, SKIPPED, TERMINATED, TRUNCATED, MemoryLayout
 
 __all__ = ["HEAD_BYTES", "HeadWriter", "VectorLog"]
 
@@ -362,6 +362,8 @@ class VectorLog:
         step = events[0].step
         for event in [*events, _Event(self._step, "", None)]:
             for at in range(step, event.step):
+                if self._rows[at - self._first_step][self._flags.start + number] & SKIPPED:
+                    continue
                 if at not in resets:
                     calls.append(("step", self._action(at, number)))
                     sums.append(self._step_checksum(at, number))

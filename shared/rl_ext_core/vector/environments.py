@@ -9,6 +9,7 @@ import dataclasses
 import multiprocessing
 import operator
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,19 +23,27 @@ from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.convert import convert
 from rl_ext_core.recording.episode_log import RECORDED_CALLS
 from rl_ext_core.recording.layers import layer_states, restore_layers
+from rl_ext_core.recording.memory_layout import MemoryLayout
 from rl_ext_core.resources import check_folder
+from rl_ext_core.vector.spaces import device_of, find_attribute
 
 __all__ = [
     "CALLS",
     "EpisodeMonitor",
+    "FrameSkip",
     "PoolOptions",
+    "adapt_unless_plain",
     "check_count",
     "check_env_fns",
     "check_seconds",
+    "is_plain",
+    "limit_threads",
     "make",
     "make_factories",
     "qualified_name",
+    "read_unless_plain",
     "seed_action_space",
+    "seed_torch",
     "store_reward",
     "wrap_in_monitor",
 ]
@@ -114,6 +123,9 @@ class PoolOptions:
     :ivar max_restarts: number of replacements after which a failure is raised
     :ivar recorder: folder for records of crashes; True, the default, for the working directory; False records no
         episodes
+    :ivar label: what errors are about, ``"environment"`` (default) or ``"worker"``, each with a single environment
+    :ivar worker_seeds: seed of each worker, for errors; default: the seed of its last reset
+    :ivar initializer: function that each worker calls first; default: none
     :ivar cwd: ``"own"`` for an empty working directory per worker, or a folder that each worker gets a copy of;
         default: the working directory of this process
     """
@@ -127,6 +139,9 @@ class PoolOptions:
     max_restarts: int = 0
     cwd: str | os.PathLike[str] | None = None
     recorder: bool | str | os.PathLike[str] = True
+    label: str = "environment"
+    worker_seeds: Sequence[int] | None = None
+    initializer: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         methods = multiprocessing.get_all_start_methods()
@@ -206,6 +221,72 @@ def wrap_in_monitor(environment: Any) -> Any:
     """Wrap an environment in SB3's Monitor if that is imported, else in EpisodeMonitor."""
     sb3_monitor = sys.modules.get("stable_baselines3.common.monitor")
     return EpisodeMonitor(environment) if sb3_monitor is None else sb3_monitor.Monitor(environment)
+
+
+def is_plain(environment: Any) -> bool:
+    """Return whether an environment is a single gymnasium environment whose observations are NumPy arrays.
+
+    Environments with a ``torch.device`` take and return tensors.
+    """
+    if (
+        not isinstance(environment, gymnasium.Env)
+        or find_attribute(environment, "num_envs")
+        or device_of(environment) is not None
+    ):
+        return False
+    try:
+        MemoryLayout.from_spaces(1, environment.observation_space, environment.action_space)
+    except InvalidArgumentError:
+        return False
+    return True
+
+
+def adapt_unless_plain(environment: Any, adapt: bytes) -> Any:
+    """Return a plain gymnasium environment as it is, and pass others through a pickled function.
+
+    The function is unpickled only if it is needed, because that may import a framework.
+    """
+    return environment if is_plain(environment) else pickle.loads(adapt)(environment)
+
+
+def read_unless_plain(environment: Any, read: bytes) -> Any:
+    """Return the spaces of a plain gymnasium environment, and what a pickled function returns for others."""
+    if is_plain(environment):
+        return environment.observation_space, environment.action_space
+    return pickle.loads(read)(environment)
+
+
+def limit_threads(environment: Any, number: int) -> None:
+    """Limit torch to a number of threads, if it is imported."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(number)
+
+
+def seed_torch(environment: Any, seed: int | None) -> None:
+    """Seed torch's generator, if torch is imported, as TorchRL's workers do."""
+    if seed is not None and "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+class FrameSkip(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Wrapper that repeats actions and sums rewards, as TorchRL's ``frame_skip`` does.
+
+    :param frames: number of steps per action
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], frames: int) -> None:
+        super().__init__(env)
+        self.frames = frames
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step the environment until the episode ends, or ``frames`` times; sum the rewards."""
+        total: Any = 0
+        for _ in range(self.frames):
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            total = total + reward
+            if terminated or truncated:
+                break
+        return observation, total, terminated, truncated, info
 
 
 class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -301,6 +382,7 @@ def _has_attr(env: Any, name: str) -> bool:
 
 # Methods of VecEnv and VectorEnv, except steps and resets: each function calls one environment with its data.
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "apply": lambda env, data: data[0](env, *data[1:]),
     "render": lambda env, _: env.render(),
     "get_attr": lambda env, name: env.get_wrapper_attr(name),
     "has_attr": _has_attr,

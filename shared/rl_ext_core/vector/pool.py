@@ -29,7 +29,7 @@ from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.recording.capsule import RecordedFailure, record_crash
 from rl_ext_core.recording.episode_log import RECORDED_CALLS, EpisodeLog, Repetition
 from rl_ext_core.recording.layers import LayerState
-from rl_ext_core.recording.memory_layout import CONVERTED, ENDED, MemoryLayout
+from rl_ext_core.recording.memory_layout import CONVERTED, ENDED, SKIPPED, MemoryLayout
 from rl_ext_core.recording.vector_log import HEAD_BYTES, VectorLog
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
@@ -175,7 +175,8 @@ class Pool:
 
     def _start_workers(self) -> None:
         """Start the workers. They build their environments."""
-        resources.check_open_file_limit(len(self.workers), "n_workers={}")
+        argument = "n_workers={}" if self._options.label == "environment" else "ParallelEnv({}, ...)"
+        resources.check_open_file_limit(len(self.workers), argument)
         self._spins = channel.should_spin(len(self.workers))
         self._memory, self._heads = SharedMemory(), None
         if self._options.recorder is not False:
@@ -206,7 +207,8 @@ class Pool:
                 if self.working_directory is not None:
                     own = os.path.join(self.working_directory, str(worker.number))
                     directory = own, None if cwd in (None, "own") else os.path.abspath(cwd)
-                arguments = self._memory, worker.first, factories, directory, self._autoreset, self._heads
+                arguments = (self._memory, worker.first, factories, directory, self._autoreset, self._heads)
+                arguments = (*arguments, self._options.initializer)  # type: ignore[assignment]
                 worker.launch(context, run_worker, arguments, spins=self._spins)
         except BaseException:
             for worker in workers:
@@ -238,12 +240,15 @@ class Pool:
         self._has_unread_answers = True
         worker.send(name, data)
 
-    def begin_step(self, actions: Any, each: Callable[[Any], Sequence[Any]] = list) -> None:
-        """Begin a step of all environments.
+    def begin_step(
+        self, actions: Any, each: Callable[[Any], Sequence[Any]] = list, environments: Sequence[int] | None = None
+    ) -> None:
+        """Begin a step of all environments, or of some, if each worker has one environment.
 
         :param actions: an action for each environment
         :param each: function that splits actions into a list, if they do not have the shape and dtype of the shared
             array; default: ``list``
+        :param environments: numbers of the environments that are stepped; default: all
         :raises InvalidArgumentError: If the number of actions is not the number of environments.
         """
         self.drain_answers()
@@ -251,15 +256,15 @@ class Pool:
         rows = self._split_actions(actions, each)
         if rows is None:
             self._actions[...] = actions  # type: ignore[index]
-            if self._log is not None:
-                self._log.begin_step()
-            for worker in self.workers:
-                self.send(worker, "step", None)
-            return
         if self._log is not None:
-            self._log.begin_step([copy_output(row) for row in rows])
-        for worker in self.workers:
-            self.send(worker, "step", rows[worker.first : worker.last])
+            self._log.begin_step(*(() if rows is None else ([copy_output(row) for row in rows],)))
+        workers = self.workers
+        if environments is not None:
+            workers = [self.workers[number] for number in environments]
+            for worker in set(self.workers) - set(workers):
+                worker.answer, self.arrays["flags"][worker.first] = None, SKIPPED
+        for worker in workers:
+            self.send(worker, "step", None if rows is None else rows[worker.first : worker.last])
 
     def _split_actions(self, actions: Any, each: Callable[[Any], Sequence[Any]]) -> Sequence[Any] | None:
         """Return an action for each environment, or None if they have the shape and dtype of the shared array.
@@ -477,9 +482,15 @@ class Pool:
             worker = self.worker_by_env[number]
             results.append(channel.unpack(next(answers.setdefault(worker.number, iter(worker.answer)))))
         self._record_settings(results)
-        for result in results:
-            if isinstance(result, ExceptionRecord):
+        for number, result in zip(self._call[0], results, strict=True):
+            if not isinstance(result, ExceptionRecord):
+                continue
+            if self._options.label == "environment":
                 raise result.to_exception()
+            worker = self.worker_by_env[number]
+            error = self._exception_error(worker, number - worker.first, self._call[1], result)
+            self.end(error)
+            raise error from error.__cause__
         return results
 
     def _record_settings(self, results: Sequence[Any]) -> None:
@@ -503,6 +514,14 @@ class Pool:
 
     # -- failures
 
+    def raise_if_ended(self) -> None:
+        """Raise the failure of a worker that has ended between two calls."""
+        if self._owner == os.getpid() and not self._ended and not all(worker.is_alive() for worker in self.workers):
+            watch = self.workers[0].watch
+            with contextlib.suppress(WorkerError), watch.operation(""):
+                raise EOFError  # the operation waits for the failure
+            self._handle_failure(self.workers)
+
     def raise_failure(self) -> None:
         """Raise the failure of the workers, if any, and reject calls from a forked process."""
         require_same_process(self._owner)
@@ -522,7 +541,8 @@ class Pool:
             worker,
             worker.cells[Cell.ENVIRONMENT],
             PHASES[worker.cells[Cell.PHASE]],
-            failure.summary.removeprefix(f"worker {failure.worker} of {len(group)} "),
+            failure.what,
+            failure.rest,
             kind=failure.kind,
             exitcode=failure.exitcode,
             traceback=failure.traceback,
@@ -532,19 +552,28 @@ class Pool:
         self._record_crash(error)
         return error
 
-    def _environment_error(self, worker: Any, environment: int, phase: str, what: str, **more: Any) -> WorkerError:
+    def _environment_error(
+        self, worker: Any, environment: int, phase: str, what: str, rest: str = "", **more: Any
+    ) -> WorkerError:
         """Return the exception for a failure of an environment.
 
         :param worker: handle of the worker
         :param environment: number of the environment in its worker
         :param phase: one of ``PHASES``
         :param what: description of the failure
+        :param rest: end of the description, after the phase
         :param more: further arguments of WorkerError
         """
         environment += worker.first
-        count, seed = len(self.seeds), self.seeds[environment]
-        subject = f"environment {environment} of {count}" + ("" if seed is None else f" (seed {seed})")
-        lines = [f"{subject}, {_PHASE_TEXTS.get(phase, f'in {phase}')}: {what}"]
+        seeds = self._options.worker_seeds or self.seeds
+        count, seed = len(self.seeds), seeds[environment]
+        label = self._options.label
+        subject = f"{label} {environment} of {count}" + ("" if seed is None else f" (seed {seed})")
+        if label == "environment":
+            lines = [f"{subject}, {_PHASE_TEXTS.get(phase, f'in {phase}')}: {what}{rest}"]
+        else:
+            phase = _worker_phase(phase, self._call)
+            lines = [f"{subject} {what}{f' in {phase}' if phase and more['kind'] != 'start' else ''}{rest}"]
         lines += [f"    {line}" for line in more.get("traceback", "").strip("\n").splitlines()]
         if self.working_directory is not None:
             lines.append(f"Its working directory is {os.path.join(self.working_directory, str(worker.number))}")
@@ -554,19 +583,20 @@ class Pool:
                 'collide over files, give each worker its own working directory: cwd="own"'
             )
         notes = {**more.pop("notes", {}), "environment": environment}
-        return WorkerError("\n".join(lines), worker=worker.number, phase=phase, seed=seed, notes=notes, **more)
+        return WorkerError("\n".join(lines), worker=worker.number, phase=phase or None, seed=seed, notes=notes, **more)
 
     def _record_crash(self, error: WorkerError) -> None:
         """Write a capsule of a failure, and add its path to the error text, if the episode is recorded."""
         environment = error.notes["environment"]
         log = None if self._log is None else self._log.episode_log(environment)
-        if log is None or error.phase not in ("reset", "step", *RECORDED_CALLS):
+        phase = PHASES[self.worker_by_env[environment].cells[Cell.PHASE]] if self._log is not None else ""
+        if log is None or phase not in ("reset", "step", *RECORDED_CALLS):
             return
         text = record_crash(
             self._options.recorder,
             factory=self._factories[environment],
             log=log,
-            failure=RecordedFailure.from_error(error),
+            failure=dataclasses.replace(RecordedFailure.from_error(error), phase=phase),
             environment=environment,
             step_timeout=self._options.step_timeout,
             spaces=self.spaces,
@@ -575,8 +605,9 @@ class Pool:
 
     def _exception_error(self, worker: Any, environment: int, phase: str, raised: ExceptionRecord) -> WorkerError:
         """Return the exception for an exception that an environment has raised."""
-        what = f"raised {raised.summary}:"
-        error = self._environment_error(worker, environment, phase, what, kind="exception", traceback=raised.traceback)
+        what = f"raised {raised.summary}"
+        more = {"kind": "exception", "traceback": raised.traceback}
+        error = self._environment_error(worker, environment, phase, what, ":", **more)
         error.__cause__ = raised.to_exception()
         self._record_crash(error)
         return error
@@ -637,14 +668,15 @@ class Pool:
             worker.receive()
             return worker.answer and self._exception_error(worker, worker.answer[0], "close", worker.answer[1])
         error = self._group_error([other for other in self.workers if other.watch is worker.watch])
-        return error if error.phase == "close" else None
+        return error if error.phase in ("close", None) else None  # None: a worker that was killed before it closed
 
     def _warn_of_slow_close(self, environment: int, where: str, begin: float) -> None:
         """Warn that closing an environment exceeded its time limit."""
+        subject = f"{self._options.label} {environment} of {len(self.seeds)}"
+        argument = "close_timeout" if self._options.label == "environment" else "shutdown_timeout"
         warnings.warn(
-            f"environment {environment} of {len(self.seeds)} was still {where} after {time.monotonic() - begin:.3g} s "
-            "of closing, and its worker was ended: files that it writes may be incomplete. Use close_timeout=None to "
-            "wait without a limit, or a larger number",
+            f"{subject} was still {where} after {time.monotonic() - begin:.3g} s of closing, and its worker was ended: "
+            f"files that it writes may be incomplete. Use {argument}=None to wait without a limit, or a larger number",
             stacklevel=5,
         )
 
@@ -664,6 +696,19 @@ class Pool:
         if hasattr(self, "_end"):  # otherwise no worker was started
             _end_pool(self._owner, self.workers, self._memories, self.working_directory)
             self._end.detach()
+
+
+def _worker_phase(phase: str, call: tuple[Sequence[int], str, Sequence[Any]]) -> str:
+    """Return the phase of a worker, as errors of ParallelEnv name it; empty for none.
+
+    :param phase: one of ``PHASES``
+    :param call: last call: environments, name and arguments
+    """
+    if phase == "call":
+        return str(call[2][0][0])
+    if phase == "apply":
+        return str(call[2][0][0].__name__)
+    return {"constructor": "building the environment", "start": "", "idle": ""}.get(phase, phase)
 
 
 def _require_common_spaces(found: Sequence[Any]) -> Any:

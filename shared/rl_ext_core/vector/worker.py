@@ -64,6 +64,7 @@ def run_worker(
     directory: tuple[str, str | None] | None,
     autoreset: Autoreset,
     heads: SharedMemory | None,
+    initializer: Callable[[], object] | None,
 ) -> None:
     """Build environments, and execute commands until the parent closes its end.
 
@@ -74,7 +75,10 @@ def run_worker(
     :param directory: working directory to create, and the folder to copy to it or None. None keeps the present one
     :param autoreset: autoreset mode of the environments
     :param heads: memory of the heads of the episode logs of the pool; None records no episodes
+    :param initializer: function to call first; None: nothing
     """
+    if initializer is not None:
+        initializer()
     if directory is not None:
         folder, original = directory
         if original is not None and not os.path.exists(folder):
@@ -150,7 +154,9 @@ class WorkerEnvironments:
                 record_construction(env)
             self._generators.append(Generators(layers_of(env)))
             self._write_heads.append(
-                _record_nothing if head is None else HeadWriter(self._generators[-1], head(first + number)).write
+                _record_nothing
+                if head is None or not getattr(env, "records_episodes", True)
+                else HeadWriter(self._generators[-1], head(first + number)).write
             )
         self._answer(pack([(env.observation_space, env.action_space) for env in self._envs]))
 

@@ -26,7 +26,7 @@ def count_own_simulators() -> int:
 
 def workers_of(envs: Any) -> list[int]:
     """Return the process ids of an environment's workers."""
-    return [worker.pid for worker in envs._workers]
+    return [process.pid for process in envs._pool.processes]
 
 
 def all_differ(frames: Any) -> bool:

@@ -1,0 +1,113 @@
+"""Environment of TorchRL in a worker, as the gymnasium environment that the pool steps."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import gymnasium
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs.libs.gym import GymWrapper
+
+from torchrl_ext.parallel.leaves import Leaves
+
+__all__ = ["TensorDictEnv", "find_gymnasium_env", "seed_environment", "seed_if_possible"]
+
+# Key of the infos, and of the options of reset.
+NON_TENSOR, TENSORDICT = "non-tensor entries", "tensordict"
+
+
+def find_gymnasium_env(environment: Any) -> Any:
+    """Return the single gymnasium environment in a ``GymWrapper``, which may be transformed; None if there is none."""
+    while isinstance(environment, TransformedEnv):
+        environment = environment.base_env
+    found = environment._env if isinstance(environment, GymWrapper) else None
+    return found if isinstance(found, gymnasium.Env) else None
+
+
+class TensorDictEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Environment whose observations are the outputs of an environment of TorchRL, see :class:`Leaves`.
+
+    As a wrapper, it contains the gymnasium environment inside, whose generators and attributes are recorded.
+
+    :param environment: environment of TorchRL
+    """
+
+    is_adapter = True  # its attributes are not part of the environment's state
+
+    def __init__(self, environment: EnvBase) -> None:
+        inner = find_gymnasium_env(environment)
+        super().__init__(gymnasium.Env() if inner is None else inner)
+        self.environment, self.records_episodes = environment, inner is not None
+        self._leaves = Leaves(environment.specs, type(environment).__name__)
+        self.observation_space, self.action_space = self._leaves.spaces
+        self._zeros = {
+            leaf.name: leaf.to_array(torch.zeros(leaf.shape, dtype=leaf.dtype)) for leaf in self._leaves.outputs
+        }
+        self._found: dict[str, Any] = {}
+        self._root: TensorDictBase = self._new()
+
+    def _new(self) -> TensorDict:
+        return TensorDict({}, batch_size=self.environment.batch_size, device=self.environment.device)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset the environment.
+
+        :param options: arguments of TorchRL's ``reset``
+        """
+        options = dict(options or {})
+        if seed is not None:
+            options["seed"] = seed
+        if (entries := options.pop(TENSORDICT, None)) is not None:
+            options["tensordict"] = self._new().update(dict(entries))
+        self._root = self.environment.reset(**options).copy()
+        self._found = dict(self._zeros)  # without the last reward
+        return self._read(self._root)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Step the environment.
+
+        :param action: bytes of the inputs; or a pair of them and a TensorDict of other inputs
+        """
+        data, others = action if isinstance(action, tuple) else (action, None)
+        root = self._root  # of this object, which replaces it below
+        for key, value in self._leaves.read_inputs(data):
+            root.set(key, value)
+        if others is not None:
+            root.update(others)
+        out = self.environment.step(root)
+        observation, info = self._read(out.get("next"))
+        self._root = self.environment._step_mdp(out)
+        return observation, 0.0, False, False, info
+
+    def _read(self, tensordict: TensorDictBase) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the tensors of an output as arrays, and the other entries as an info."""
+        found, get = self._found, tensordict.get
+        for leaf in self._leaves.outputs:
+            if (value := get(leaf.key, None)) is not None:
+                found[leaf.name] = leaf.to_array(value)
+        keys = self._leaves.non_tensor_outputs
+        return found, {NON_TENSOR: tensordict.select(*keys, strict=False)} if keys else {}
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        """Return an attribute of the environment."""
+        return getattr(self.environment, name)
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.environment.close()
+
+
+def seed_environment(adapter: Any, seed: int, static: bool) -> int | None:
+    """Seed torch and an environment in a worker, and return the next seed, as TorchRL's workers do."""
+    torch.manual_seed(seed)
+    found: int | None = adapter.environment.set_seed(seed, static_seed=static)
+    return found
+
+
+def seed_if_possible(adapter: Any, seed: int, static: bool) -> None:
+    """Seed torch and an environment, unless the environment has no seed, as Melting Pot's."""
+    with contextlib.suppress(NotImplementedError):
+        seed_environment(adapter, seed, static)
