@@ -16,10 +16,10 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.vector.array_frameworks import leaves, map_arrays, to_numpy
-from sb3_ext._tensor_vec_env import copy_to_array
+from sb3_ext._tensor_vec_env import copy_to_array, map_data
 from sb3_ext._vector_steps import TensorInfos, expand, torch_dtype
 
-__all__ = ["TensorReplayBuffer", "TensorRolloutBuffer", "map_data"]
+__all__ = ["TensorReplayBuffer", "TensorRolloutBuffer"]
 
 
 def _zeros(space: Any, device: Any, steps: int, n_envs: int) -> Any:
@@ -46,15 +46,6 @@ def _as_row(row: torch.Tensor, values: Any) -> torch.Tensor:
             "environment. Use a buffer that was made or saved with the same n_envs and spaces"
         )
     return value.view_as(row)
-
-
-def map_data(function: Any, value: Any) -> Any:
-    """Apply a function to a tensor or array, or to a dict of them; return other values as is."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return function(value)
-    if isinstance(value, dict) and all(isinstance(part, torch.Tensor | np.ndarray) for part in value.values()):
-        return {key: function(part) for key, part in value.items()}
-    return value
 
 
 class TensorRolloutBuffer(RolloutBuffer):

@@ -84,6 +84,15 @@ def copy_to_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return to_numpy(tensor).copy()  # type: ignore[no-any-return]
 
 
+def map_data(function: Any, value: Any) -> Any:
+    """Apply a function to a tensor or array, or to a dict of them; return other values as is."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return function(value)
+    if isinstance(value, dict) and all(isinstance(part, torch.Tensor | np.ndarray) for part in value.values()):
+        return {key: function(part) for key, part in value.items()}
+    return value
+
+
 def _write_row(row: int, batch: np.ndarray[Any, Any], value: Any) -> None:
     """Write a row of an array."""
     batch[row] = value

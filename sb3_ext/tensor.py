@@ -44,7 +44,7 @@ from rl_ext_core.vector.array_frameworks import leaves, map_arrays, take_rows, t
 from sb3_ext import _tensor_vec_env as vec_envs
 from sb3_ext._compat import without_validation
 from sb3_ext._distributed import DataParallel
-from sb3_ext._tensor_buffers import TensorReplayBuffer, TensorRolloutBuffer, map_data
+from sb3_ext._tensor_buffers import TensorReplayBuffer, TensorRolloutBuffer
 from sb3_ext._tensor_vec_env import TensorVecEnv, TensorVecNormalize
 from sb3_ext._vector_steps import expand
 
@@ -178,7 +178,7 @@ class _TensorAlgorithm(BaseAlgorithm):
         """Save the model to a file that Stable Baselines3 loads too: last observations are saved as arrays."""
         self._read_episodes()
         tensors = {name: value for name, value in vars(self).items() if name.startswith("_last_")}
-        vars(self).update({name: map_data(vec_envs.copy_to_array, value) for name, value in tensors.items()})
+        vars(self).update({name: vec_envs.map_data(vec_envs.copy_to_array, value) for name, value in tensors.items()})
         try:
             super().save(*args, **kwargs)
         finally:

@@ -18,7 +18,9 @@ CORE = ("datasets", "devices", "errors", "factory", "frames", "isolation", "proc
 PACKAGES = ["rl_ext_core", *(f"rl_ext_core.{name}" for name in (*CORE, "testing", "vector")), "torchrl_ext"]
 PACKAGES += ["sb3_ext", "sb3_ext.contrib", "sb3_ext.tensor"]
 ADAPTERS = ("torchrl_ext", "sb3_ext")
-EXPORTED = {"sb3_ext.tensor": ("sb3_ext._tensor_buffers", "sb3_ext._tensor_vec_env")}  # private modules whose names a module exports
+EXPORTED = {
+    "sb3_ext.tensor": ("sb3_ext._tensor_buffers", "sb3_ext._tensor_vec_env")
+}  # private modules whose names a module exports
 PACKAGE_ROOTS = ("rl_ext_core", *ADAPTERS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer, TensorStorage
 
-from rl_ext_core.datasets import Episode, open_dataset
+from rl_ext_core.datasets import Episode, open_dataset, write_dataset
 from rl_ext_core.datasets.episodes import Steps, map_values, split_episodes
 from rl_ext_core.errors import InvalidArgumentError
 
@@ -27,9 +28,25 @@ _logger = logging.getLogger("torchrl_ext")
 
 
 def load_storage(
-    cls: type[_Storage], source: Any, *, max_size: int | None = None, download: bool = False, **options: Any
+    cls: type[_Storage], /, source: Any, *, max_size: int | None = None, download: bool = False, **options: Any
 ) -> _Storage:
-    """Create a storage of a dataset's steps, see :meth:`torchrl_ext.FrameStorage.from_dataset`."""
+    """Create a storage that contains the steps of a dataset.
+
+    Elements have the keys of TorchRL's ``MinariExperienceReplay``: ``"observation"``, ``"action"``, ``"episode"``,
+    ``"info"``, and under ``"next"`` the following observation and info, ``"reward"``, ``"done"``, ``"terminated"`` and
+    ``"truncated"``. Every value has the dtype of the dataset. A ``TensorDictReplayBuffer`` with this storage appends.
+
+    :param source: Minari id, such as ``"atari/pong/expert-v0"``, folder of a dataset, or ``minari.MinariDataset``.
+    :param max_size: Maximum number of elements. None: the number of steps in the dataset.
+    :param download: Whether to download a Minari id that is not on this machine.
+    :param options: Further arguments of the class, such as ``codec`` or ``storage_dir``.
+    :return: The storage.
+    :raises InvalidArgumentError: If there is no such dataset, it does not fit into ``max_size``, or ``storage_dir``
+        contains elements already.
+    :raises InvalidTypeError: If a space of the dataset is not supported, such as a Tuple.
+    :raises MissingDependencyError: If ``minari`` is not installed.
+    :raises CorruptFileError: If the dataset is damaged.
+    """
     dataset = open_dataset(source, download=download)
     max_size = dataset.n_steps if max_size is None else max_size
     if options.get("ndim", 1) != 1 or max_size < dataset.n_steps:
@@ -96,6 +113,38 @@ def _numeric(infos: Mapping[str, Any], n_rows: int, episode: Episode) -> dict[st
 def _as_tensors(values: Any) -> Any:
     """Convert arrays to tensors that share their memory."""
     return map_values(lambda array: torch.from_numpy(np.require(array, requirements="W")), values)
+
+
+def save_storage(
+    storage: Any,
+    target: str | os.PathLike[str],
+    action_space: spaces.Space[Any],
+    *,
+    observation_space: spaces.Space[Any] | None = None,
+    data_format: str = "hdf5",
+) -> Path:
+    """Write all elements as a Minari dataset, from the oldest to the newest.
+
+    Episodes without their beginning or end are included. Where an observation is not the next one of the step before,
+    a new episode begins. An episode that was not finished is marked as truncated. No image is stored as JPEG. Infos
+    are left out.
+
+    :param target: Minari id, such as ``"cartpole/mine-v0"``, or folder. It must not exist.
+    :param action_space: Gymnasium space of the actions, such as ``gymnasium.spaces.Discrete(6)``. One-hot actions are
+        written as numbers.
+    :param observation_space: Gymnasium space of the observations. None: a space of their shapes and dtypes, a ``Dict``
+        if there are several keys.
+    :param data_format: ``"hdf5"``, ``"arrow"`` or ``"parquet"``.
+    :return: Folder that ``minari.MinariDataset`` loads.
+    :raises InvalidArgumentError: If the target exists, the storage is empty, or values do not fit the spaces.
+    :raises MissingDependencyError: If ``minari`` is not installed.
+    :raises StorageError: If the folder cannot be written.
+    """
+    storage._require_open()
+    with storage.lock:  # other threads and processes could add
+        space = infer_observation_space(storage) if observation_space is None else observation_space
+        episodes = read_storage_episodes(storage, space, action_space)
+        return write_dataset(target, episodes, space, action_space, data_format=data_format)
 
 
 def read_storage_episodes(

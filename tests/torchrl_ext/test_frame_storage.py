@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.data import (
     ConsumingSampler,
@@ -16,7 +17,6 @@ from torchrl.data import (
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
-    RoundRobinWriter,
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
@@ -30,7 +30,7 @@ from torchrl.data.replay_buffers.offline_to_online import prefill_replay_buffer
 from torchrl.data.replay_buffers.samplers import PromptGroupSampler, StalenessAwareSampler, prioritized
 from torchrl.envs import CatFrames, Compose, SerialEnv, ToTensorImage, TransformedEnv
 
-from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
+from rl_ext_core.errors import InvalidArgumentError
 from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Twins, Videos, assert_same
 from torchrl_ext import FrameStorage, GymWrapper
 
@@ -65,11 +65,6 @@ SAMPLERS = {
         traj_key=("collector", "traj_ids"),
         strict_length=False,
     ),
-}
-WRITERS = {
-    "round robin": RoundRobinWriter,
-    "round robin of TensorDicts": TensorDictRoundRobinWriter,
-    "best": partial(TensorDictMaxValueWriter, rank_key=("next", "reward")),
 }
 
 
@@ -110,39 +105,17 @@ def segment_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @SHORT_SLICES
 @pytest.mark.sample(quick=4)
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(
+    ("sampler", "ndim"),
+    [*((sampler, 1) for sampler in SAMPLERS), ("random", 2), ("slices by trajectory", 2), ("without replacement", 2)],
+)
 @pytest.mark.usefixtures("segment_trees")
-def test_samplers_return_the_bits_of_lazy_tensor_storage(sampler: str) -> None:
-    twins = Twins(200, sampler=SAMPLERS[sampler], batch_size=lambda: 32)
-    videos = Videos(2)
+def test_samplers_return_the_bits_of_lazy_tensor_storage(sampler: str, ndim: int) -> None:
+    twins, videos = Twins(200, ndim=ndim, sampler=SAMPLERS[sampler], batch_size=lambda: 32), Videos(2)
     for _ in range(9):
-        twins.extend(videos.collect(30).reshape(-1))
+        data = videos.collect(30)
+        twins.extend(data if ndim == 2 else data.reshape(-1))
         twins.check()
-
-
-@pytest.mark.sample(ci=4)
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("batch", [1, 7, 60, 150])
-def test_writers_store_the_same_as_with_lazy_tensor_storage(writer: str, batch: int) -> None:
-    twins = Twins(100, writer=WRITERS[writer])
-    data = Videos(1, seed=batch).collect(400).reshape(-1)
-    for number, part in enumerate(data.split(batch)):
-        twins.extend(part)
-        if number % 10 == 0 or batch > 10:
-            twins.check()
-    twins.check()
-
-
-@SHORT_SLICES
-@pytest.mark.parametrize("ndim", [2])
-@pytest.mark.parametrize("sampler", ["random", "slices by trajectory", "without replacement"])
-def test_storage_of_two_dimensions_returns_the_bits_of_lazy_tensor_storage(ndim: int, sampler: str) -> None:
-    twins = Twins(160, ndim=ndim, sampler=SAMPLERS[sampler], batch_size=lambda: 32)
-    videos = Videos(4)
-    for _ in range(6):
-        twins.extend(videos.collect(13))
-        assert_same(twins.ours[:], twins.theirs[:])
-        assert_same(*twins.call_both(lambda buffer: buffer.sample()))
     assert_same(twins.ours.storage.flatten()[:], twins.theirs.storage.flatten()[:])
 
 
@@ -157,43 +130,6 @@ def test_frames_of_interleaved_and_flat_environments_are_stored_once() -> None:
         raw = 2 * 4000 * STACK * HEIGHT * WIDTH
         assert storage._columns[0].table.part.layout.n_stack == STACK
         assert 4 * storage._columns[0].table.log.n_words < raw / 30
-
-
-def test_buffer_writes_by_index_view_and_torch_function() -> None:
-    twins = Twins(50)
-    data = Videos(1).collect(80).reshape(-1)
-    twins.extend(data[:40])
-
-    def write(buffer: Any) -> None:
-        """Write to a buffer by all kinds of indices, views and functions."""
-        buffer[3:6] = buffer[10:13]
-        buffer[torch.tensor([9, 2])] = buffer[torch.tensor([0, 1])]
-        buffer[4] = TensorDict({"pixels": data["pixels"][60]})
-        buffer[torch.tensor([5, 6])] = TensorDict({"next": {"pixels": data["pixels"][61:63]}}, [2])
-        buffer[:][24:27]["inner"].update_(data[60:63]["inner"])
-        buffer[data["action"][:50] > 100] = data[:0].clone()
-        buffer[[]] = data[:0].clone()
-        buffer.extend(data[:0].clone())
-
-    twins.call_both(write)
-    twins.check()
-    sizes = twins.call_both(lambda buffer: buffer[:].bytes())
-    assert sizes[0] == sizes[1]
-
-
-@pytest.mark.parametrize("index", [..., (...,), (slice(None), ...), (..., slice(3, 9)), (1,), (slice(2, 5),)], ids=str)
-def test_setitem_accepts_every_index_that_getitem_accepts(index: Any) -> None:
-    twins = Twins(50)
-    twins.extend(Videos(1).collect(50).reshape(-1))
-    other = Videos(1, seed=3).collect(50).reshape(-1)
-
-    def write(buffer: Any) -> None:
-        """Replace the elements at the index by other ones."""
-        length = len(buffer[index]) if buffer[index].ndim else 0
-        buffer.storage[index] = other[:length].clone() if length else other[0].clone()
-
-    twins.call_both(write)
-    twins.check()
 
 
 def test_update_if_present_writes_images() -> None:
@@ -284,81 +220,6 @@ def test_images_of_slices_cannot_be_changed_in_place(use: str) -> None:
     assert torch.equal(buffer[:]["pixels"][3], changed["pixels"])
 
 
-@pytest.mark.parametrize("part", [slice(None), slice(0, 3), slice(2, None)], ids=str)
-def test_slice_of_two_dimensions_is_written_back(part: slice) -> None:
-    twins = Twins(40, ndim=2)
-    twins.extend(Videos(4).collect(10))
-
-    def write_back(buffer: Any) -> None:
-        """Change elements in place, and assign them to the same part of the buffer."""
-        elements = buffer[part]
-        if part == slice(None):
-            elements["value"] = elements["next", "reward"] + 1
-        elements["action"].add_(1)
-        buffer[part] = elements
-
-    twins.call_both(write_back)
-    assert_same(twins.ours[:], twins.theirs[:])
-    twins.call_both(lambda buffer: buffer.write_all(buffer.read_all_in_order()))
-    assert_same(twins.ours[:], twins.theirs[:])
-    with pytest.raises(InvalidArgumentError, match=r"selects .* elements"):
-        twins.ours[:] = twins.ours[:, :3]
-    with pytest.raises(InvalidArgumentError, match="names no places of a storage"):
-        twins.ours.storage[(slice(None),) * 3] = twins.ours.storage[:]
-    assert_same(twins.ours[:], twins.theirs[:])
-
-
-def _without_next(data: TensorDict) -> TensorDict:
-    """Remove the images of the next observations."""
-    return data.exclude(("next", "pixels"))
-
-
-def _only_next(data: TensorDict) -> TensorDict:
-    """Remove the images, except those of the next observations."""
-    return data.exclude("pixels")
-
-
-def _as_two_agents(data: TensorDict) -> TensorDict:
-    """Replace the images by those of two agents, in a nested TensorDict."""
-    for part in (data, data["next"]):
-        pixels = part.pop("pixels")
-        part["agents"] = TensorDict({"pixels": torch.stack([pixels, pixels.flip(-1)], 1)}, [*data.shape, 2])
-    return data
-
-
-def _add_second_camera(data: TensorDict) -> TensorDict:
-    """Add mirrored images of a second camera, channel-last."""
-    for part in (data, data["next"]):
-        part["second"] = part["pixels"].flip(-1).movedim(1, -1).contiguous()
-    return data
-
-
-def _as_floats(data: TensorDict) -> TensorDict:
-    """Scale the images to floats from 0 to 1."""
-    for part in (data, data["next"]):
-        part["pixels"] = part["pixels"] / 255
-    return data
-
-
-def _as_lazy_stack(data: TensorDict) -> TensorDict:
-    """Convert the data to a lazily stacked TensorDict."""
-    return lazy_stack(list(data.unbind(0)))
-
-
-@pytest.mark.parametrize(
-    "change", [_without_next, _only_next, _as_two_agents, _add_second_camera, _as_floats, _as_lazy_stack]
-)
-def test_images_of_all_layouts_are_returned_bit_for_bit(change: Any) -> None:
-    options = {"pixels": ["pixels", ("next", "pixels")]} if change is _as_floats else None
-    twins = Twins(100, options=options)
-    for part in Videos(1).collect(150).reshape(-1).split(50):
-        twins.extend(change(part))
-        twins.check()
-    columns = twins.ours.storage._columns
-    assert len(columns) == (2 if change is _add_second_camera else 1)
-    assert isinstance(change(Videos(1).collect(3).reshape(-1)), LazyStackedTensorDict) == (change is _as_lazy_stack)
-
-
 def test_data_without_images_is_stored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     twins = Twins(100)
     for part in Videos(1).collect(150).reshape(-1).exclude("pixels", ("next", "pixels")).split(50):
@@ -366,31 +227,6 @@ def test_data_without_images_is_stored_with_one_warning(caplog: pytest.LogCaptur
         twins.check()
     assert [record.name for record in caplog.records] == ["torchrl_ext"]
     assert "nothing is compressed" in caplog.text
-
-
-@pytest.mark.filterwarnings("ignore:The last dimension of the tensordict should be marked")
-@pytest.mark.parametrize("where", ["in", "after"])
-def test_cat_frames_before_or_after_scaling_returns_the_same_bits(where: str) -> None:
-    def make_transform() -> Any:
-        """Make transforms that stack three frames, and optionally scale them first."""
-        keys = ["pixels", ("next", "pixels")]
-        scaled = ToTensorImage(in_keys=keys, from_int=True, unsqueeze=False) if where == "after" else None
-        cat = CatFrames(N=3, dim=-3, in_keys=keys, out_keys=["stacked", ("next", "stacked")])
-        return Compose(*[part for part in (scaled, cat) if part is not None])
-
-    twins = Twins(
-        120,
-        options={"pixels": ["pixels", ("next", "pixels")]},
-        sampler=partial(SliceSampler, slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False),
-        transform=make_transform,
-        batch_size=lambda: 32,
-    )
-    data = Videos(1).collect(100).reshape(-1)
-    for part in (data, data["next"]):
-        part["pixels"] = part["pixels"][:, -1:].clone()
-    twins.extend(data)
-    for _ in range(3):
-        assert_same(*twins.call_both(lambda buffer: buffer.sample()))
 
 
 @pytest.mark.parametrize("n", [20, 100])
@@ -408,17 +244,6 @@ def test_get_by_key_returns_the_leaf(n: int) -> None:
     for key in ("pixels", ("next", "done")):
         buffer[torch.arange(len(ours))] = TensorDict({key: torch.ones_like(theirs.get(key))}, [len(ours)])
         assert bool((buffer[torch.arange(len(ours))][key] == 1).all())
-
-
-@pytest.mark.parametrize("shape", [(3, 40, 40), (40, 40, 3), (40, 40)])
-def test_unrelated_images_take_at_most_their_size(shape: tuple[int, ...]) -> None:
-    noise = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (300, *shape), generator=noise, dtype=torch.uint8)
-    storage = FrameStorage(1000)
-    for start in range(0, 300, 20):
-        storage.set(range(start, start + 20), TensorDict({"pixels": images[start : start + 20]}, [20]))
-    assert torch.equal(storage[:]["pixels"][:], images)
-    assert storage.nbytes < 1.15 * images.nbytes + 3_000_000  # newest stacks of streams
 
 
 @pytest.mark.parametrize("keys", [["pixels"], ["pixels", ("next", "pixels")]])
@@ -456,44 +281,6 @@ def test_max_bytes_keeps_the_newest_elements_in_order(batch: int) -> None:
     assert_same(held.exclude("index"), data[-len(buffer) :].to("cpu").exclude("index"))
 
 
-def test_max_bytes_keeps_slices_consecutive() -> None:
-    buffer = TensorDictReplayBuffer(
-        storage=FrameStorage(100_000, max_bytes=LIMIT),
-        sampler=SliceSampler(slice_len=5, traj_key=("collector", "traj_ids")),
-        batch_size=50,
-    )
-    for rows in Videos(1, end=0.01).collect(1000).reshape(-1).split(30):
-        buffer.extend(rows.clone())
-        if len(buffer) > 60:
-            steps = buffer.sample()["step_count"].reshape(10, 5)
-            assert (steps.diff(dim=1) == 1).all()
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize(("size", "fit"), [(64, 48), (16, 780)])
-def test_max_bytes_limits_unrelated_images(size: int, fit: int) -> None:
-    """Unrelated images keep a block open until others replace them, even if dropped."""
-    limit = fit * size * size * 3
-    storage = FrameStorage(100_000, max_bytes=limit)
-    buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
-    data = TensorDict({"n": torch.arange(1200), "pixels": torch.zeros(1200, size, size, 3, dtype=torch.uint8)}, [1200])
-    data["pixels"][600:] = torch.randint(256, (600, size, size, 3), dtype=torch.uint8)
-    held = 0
-    for row in data.split(1):  # the limit is not reached until the images change
-        buffer.extend(row)
-        assert storage.nbytes <= limit
-        held = len(buffer) if int(row["n"]) == 599 else held
-    assert held == 600
-    assert fit / 2 < len(buffer) <= fit
-    everything = buffer[:].clone()
-    assert torch.equal(everything["pixels"], data["pixels"][everything["n"]])
-    assert sorted(everything["n"].tolist()) == list(range(1200 - len(buffer), 1200))
-    buffer.empty()
-    assert (len(buffer), storage.max_size) == (0, 100_000)
-    buffer.extend(data[:300])
-    assert torch.equal(buffer[:]["pixels"] + 0, data["pixels"][:300])
-
-
 def test_views_are_refused_after_empty() -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(50), batch_size=8)
     data = Videos(1).collect(50).reshape(-1)
@@ -506,12 +293,6 @@ def test_views_are_refused_after_empty() -> None:
     assert_same(kept.exclude("index"), data.to("cpu").exclude("index"))
     buffer.extend(data[:10])
     assert torch.equal(buffer[:]["pixels"] + 0, data["pixels"][:10])
-
-
-def test_max_bytes_below_one_element_is_refused() -> None:
-    buffer = TensorDictReplayBuffer(storage=FrameStorage(1000, max_bytes=1000))
-    with pytest.raises(OutOfMemoryError, match="max_bytes=1000 is too little"):
-        buffer.extend(Videos(1).collect(50).reshape(-1))
 
 
 @pytest.mark.parametrize(
@@ -560,6 +341,78 @@ def test_prefill_replay_buffer_fills_a_storage() -> None:
     dataset.extend(data.clone())
     buffer = prefill_replay_buffer(TensorDictReplayBuffer(storage=FrameStorage(100)), dataset, chunk_size=25)
     assert_same(buffer[:].exclude("index"), data.to("cpu"))
+
+
+def _images(*shape: int) -> torch.Tensor:
+    """Return random images."""
+    return torch.randint(256, (*shape, 3, 40, 40), dtype=torch.uint8)
+
+
+def _slice_of_partly_filled(storage: Any, path: Path) -> Any:
+    """Read a slice of a buffer that is not full (pytorch/rl#1729)."""
+    buffer = ReplayBuffer(storage=storage(1000))
+    for _ in range(50):
+        buffer.add(TensorDict({"pixels": _images()}))
+    return buffer[10:].clone()
+
+
+def _add_trajectories(storage: Any, path: Path) -> Any:
+    """Add trajectories as single elements, and several at once (pytorch/rl#2948)."""
+    buffer = TensorDictReplayBuffer(storage=storage(10), batch_size=5)
+    for _ in range(4):
+        buffer.add(TensorDict({"pixels": _images(7), "next": {"pixels": _images(7)}}, [7]))
+    buffer.extend(TensorDict({"pixels": _images(8, 7), "next": {"pixels": _images(8, 7)}}, [8, 7]))
+    return torch.cat([buffer.sample(), buffer[:]])
+
+
+def _buffer_over_loaded_storage(storage: Any, path: Path) -> Any:
+    """Sample from another buffer over a loaded storage (pytorch/rl#3120)."""
+    buffer, loaded = (TensorDictReplayBuffer(storage=storage(10), batch_size=4) for _ in range(2))
+    buffer.extend(TensorDict({"pixels": _images(6)}, [6]))
+    buffer.dumps(path)
+    loaded.loads(path)
+    return TensorDictReplayBuffer(storage=loaded.storage, batch_size=4).sample()
+
+
+def _single_agent(storage: Any, path: Path) -> Any:
+    """Store the images of one agent, in a dimension of size 1 (pytorch/rl#3515)."""
+    buffer = TensorDictReplayBuffer(storage=storage(10), batch_size=4)
+    agents = [TensorDict({"pixels": _images(6, 1)}, [6, 1]) for _ in range(2)]
+    buffer.extend(TensorDict({"agents": agents[0], "next": {"agents": agents[1]}}, [6]))
+    return buffer.sample()
+
+
+def _through_torch_save(storage: Any, path: Path) -> Any:
+    """Save and load a buffer with torch (pytorch/rl#1588)."""
+    buffer = TensorDictReplayBuffer(storage=storage(10), batch_size=4)
+    buffer.extend(TensorDict({"pixels": _images(6)}, [6]))
+    torch.save(buffer, path)
+    return torch.load(path, weights_only=False).sample()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [_slice_of_partly_filled, _add_trajectories, _buffer_over_loaded_storage, _single_agent, _through_torch_save],
+)
+def test_calls_of_public_reports_return_the_same_as_with_lazy_tensor_storage(use: Any, tmp_path: Path) -> None:
+    found = []
+    for storage in (FrameStorage, LazyTensorStorage):
+        torch.manual_seed(0)
+        found.append(use(storage, tmp_path / storage.__name__))
+    assert_same(*found)
+
+
+def test_rows_that_are_shuffled_within_a_batch_take_as_much_as_rows_in_order() -> None:
+    data = torch.cat([Videos(1, seed=seed).collect(120).reshape(-1) for seed in range(20)])
+    order = torch.cat([torch.randperm(240) + start for start in range(0, 2400, 240)])
+    sizes = []
+    for rows in (data, data[order]):
+        storage = FrameStorage(2400)
+        for start in range(0, 2400, 240):
+            storage.set(range(start, start + 240), rows[start : start + 240])
+        assert torch.equal(storage[:]["next", "pixels"][:], rows["next", "pixels"])
+        sizes.append(storage.nbytes)
+    assert sizes[1] < 1.3 * sizes[0]
 
 
 pytest.importorskip("ale_py")

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import contextlib
 import copy
 import errno
-import itertools
 import json
 import multiprocessing
 import os
 import resource
-import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +21,6 @@ from torchrl.data import (
 )
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, NotCopyableError, StorageError
-from rl_ext_core.frames.log import FrameLog
 from rl_ext_core.frames.log_folder import LogFolder
 from tests.torchrl_ext.frame_data import Videos, assert_same, make_buffer, make_transitions
 from torchrl_ext import FrameStorage
@@ -115,20 +110,6 @@ def test_loaded_elements_of_a_storage_with_max_bytes_stay(through_files: bool, t
     assert loaded.storage.max_size == 1000
 
 
-def test_damaged_state_leaves_the_size_of_a_storage_with_max_bytes() -> None:
-    buffer, other = make_buffer(20, max_bytes=1_000_000), make_buffer(50, max_bytes=1_000_000)
-    buffer.extend(Videos(1).collect(30).reshape(-1))
-    state = buffer.state_dict()
-    with (
-        mock.patch.object(FrameStorage, "_restore_columns", side_effect=CorruptFileError("damaged")),
-        pytest.raises(CorruptFileError),
-    ):
-        other.load_state_dict(state)
-    assert (other.storage.max_size, len(other)) == (50, 0)
-    other.load_state_dict(state)
-    assert (other.storage.max_size, len(other)) == (50, 20)
-
-
 @pytest.mark.parametrize("way", [_through_state_dict, _through_dumps])
 def test_saved_contents_load_into_any_storage_they_fit_into(way: Any, tmp_path: Path) -> None:
     videos = Videos(1)
@@ -175,13 +156,9 @@ def test_invalid_dumps_and_loads_are_refused(tmp_path: Path) -> None:
         FrameStorage(100).dumps(tmp_path / "checkpoint")
     assert not list(tmp_path.iterdir())
     storage = _make_filled_buffer(100).storage
-    (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(InvalidArgumentError, match="holds other files"):
-        storage.dumps(tmp_path)
-    assert (tmp_path / "thesis.tex").exists()
     storage.dumps(tmp_path / "a")
-    metadata = json.loads((tmp_path / "a" / "frames.json").read_text())
-    (tmp_path / "a" / "frames.json").write_text(json.dumps({**metadata, "format": 99}))
+    file = tmp_path / "a" / "frames.bin"
+    file.write_bytes(file.read_bytes().replace(b'"format": 5', b'"format":99', 1))
     with pytest.raises(CorruptFileError, match="has format 99"):
         FrameStorage(100).loads(tmp_path / "a")
     storage.load_state_dict(FrameStorage(100).state_dict())
@@ -192,19 +169,19 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path: Path) -> N
     storage = _make_filled_buffer(60).storage
     storage.dumps(tmp_path / "checkpoint")
     files = [path for path in (tmp_path / "checkpoint").rglob("*") if path.is_file() and path.stat().st_size]
-    assert len(files) > 15
+    assert [file.name for file in files] == ["frames.bin"]
     target = FrameStorage(100)
     target.set(range(10), make_transitions(10, seed=5))
     before = target[:].clone()
-    for file in files:
-        contents = file.read_bytes()
-        for damaged in (contents[:-1], contents[:-1] + bytes([contents[-1] ^ 1])):
-            if file.name == "meta.json" and damaged.strip() == contents.strip():
-                continue
-            file.write_bytes(damaged)
-            with pytest.raises(CorruptFileError):
-                target.loads(tmp_path / "checkpoint")
-        file.write_bytes(contents)
+    (file,), contents = files, files[0].read_bytes()
+    used = [i for i, byte in enumerate(contents) if byte]  # there may be zeros between arrays
+    places = [*range(20), *used[20 :: len(used) // 100]]
+    changed = [contents[:i] + bytes([contents[i] ^ 1]) + contents[i + 1 :] for i in places]
+    for damaged in [*changed, *(contents[:n] for n in (0, 10, 500, len(contents) // 2, len(contents) - 1))]:
+        file.write_bytes(damaged)
+        with pytest.raises(CorruptFileError):
+            target.loads(tmp_path / "checkpoint")
+    file.write_bytes(contents)
     assert_same(target[:], before)
     target.loads(tmp_path / "checkpoint")
     assert_same(target[:], storage[:])
@@ -234,52 +211,6 @@ def test_states_of_other_kinds_of_storages_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"another kind of storage.* buffer.extend\(other\[:\]\)"):
         ours.loads(tmp_path / "theirs")
     assert_same(ours[:], theirs[:])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_kill_during_dumps_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
-    old, new = FrameStorage(100), FrameStorage(100)
-    old.set(range(30), make_transitions(30))
-    new_data = make_transitions(40, seed=2)
-    new.set(range(40), new_data.clone())
-    seen = set()
-    for call in ("rename", "replace", "unlink", "rmdir", "mkdir", "open"):
-        for after in (False, True):
-            for number in (0, 2):
-                old.dumps(tmp_path / "checkpoint")
-                child = os.fork()
-                if child == 0:
-                    try:
-                        ours = FrameStorage(100)  # forked children cannot use the parent's
-                        ours.set(range(40), new_data.clone())
-                        _exit_at_call(call, number, after=after)
-                        ours.dumps(tmp_path / "checkpoint")
-                    finally:
-                        os._exit(0)
-                os.waitpid(child, 0)
-                found = FrameStorage(100)
-                found.loads(tmp_path / "checkpoint")
-                seen.add(len(found))
-                assert_same(found[:], (old if len(found) == 30 else new)[:])
-    assert seen == {30, 40}
-
-
-def _exit_at_call(call: str, number: int, *, after: bool) -> None:
-    """End this process before or after a call of a function in ``os``."""
-    before, left = getattr(os, call), [number]
-
-    def call_or_exit(*args: Any, **kwargs: Any) -> Any:
-        """Call the function, or end the process if enough calls were made."""
-        left[0] -= 1
-        if left[0] < 0 and not after:
-            os._exit(1)
-        result = before(*args, **kwargs)
-        if left[0] < 0:
-            os._exit(1)
-        return result
-
-    setattr(os, call, call_or_exit)
 
 
 def _fill_folder(folder: Path) -> None:
@@ -326,19 +257,6 @@ def test_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkey
     assert_same(buffer[:].clone(), before)
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_writes_to_views_are_not_reported_as_damage(closed: bool, tmp_path: Path) -> None:
-    buffer = make_buffer(150, storage_dir=tmp_path, resume=True)
-    buffer.extend(make_transitions(30))
-    buffer[:]["next", "reward"][3] = 7.0
-    buffer[5]["action"].fill_(3)
-    buffer.storage.close() if closed else buffer.storage._release_folder()  # as if the process were killed
-    buffer = make_buffer(150, storage_dir=tmp_path, resume=True)
-    assert buffer[3]["next", "reward"] == 7.0
-    assert buffer[5]["action"] == 3
-    buffer.storage.close()
-
-
 @pytest.mark.parametrize("options", [{"size": 200}, {"codec": "raw"}, {"ndim": 2}, {"pixels": ["pixels"]}])
 def test_folder_refuses_other_arguments(options: Any, tmp_path: Path) -> None:
     _fill_folder(tmp_path)
@@ -351,7 +269,7 @@ def test_folder_refuses_unsupported_operations(tmp_path: Path) -> None:
     buffer = TensorDictReplayBuffer(
         storage=FrameStorage(150, storage_dir=tmp_path, resume=True), writer=TensorDictMaxValueWriter(), batch_size=16
     )
-    with pytest.raises(InvalidArgumentError, match=r"goes on at 20, got elements for 0, since a writer .* Leave out"):
+    with pytest.raises(InvalidArgumentError, match=r"for place 20, got 0, since .* leave out writer="):
         buffer.extend(make_transitions(20))
     with pytest.raises(InvalidArgumentError, match="max_bytes"):
         make_buffer(150, storage_dir=tmp_path, resume=True, max_bytes=10)
@@ -379,35 +297,6 @@ def test_dumps_and_loads_of_the_own_folder_copy_nothing(tmp_path: Path) -> None:
     assert buffer[3]["next", "reward"] == 7
     with pytest.raises(InvalidArgumentError, match=r"open it: FrameStorage\(..., storage_dir="):
         FrameStorage(150).loads(folder)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_folder_can_be_used_after_a_kill_while_its_files_were_removed(tmp_path: Path) -> None:
-    data = Videos(1).collect(5).reshape(-1)
-    for step in itertools.count():
-        folder = tmp_path / str(step)
-        if (child := os.fork()) == 0:
-            storage, left = FrameStorage(150, storage_dir=folder, resume=True), step
-
-            def exit_at_removal(event: str, args: tuple[object, ...], folder: Path = folder) -> None:
-                """End this process after a number of removals in the folder."""
-                nonlocal left
-                left -= event == "os.remove" and str(folder) in str(args)
-                if left < 0:
-                    os._exit(1)
-
-            sys.addaudithook(exit_at_removal)
-            FrameLog._new_segment = lambda *_: 1 / 0  # type: ignore[assignment,method-assign]
-            with contextlib.suppress(ZeroDivisionError):
-                storage.set(range(5), data)
-            os._exit(0)
-        ended = os.waitpid(child, 0)[1] == 0
-        storage = FrameStorage(150, storage_dir=folder, resume=True)
-        storage.set(range(5), data.clone())
-        storage.close()
-        if ended:
-            break
-    assert step > 1
 
 
 def _fill_disk(folder: Path, n_complete: Any) -> None:

@@ -73,6 +73,49 @@ def test_other_floats_are_not_images(values: torch.Tensor, caplog: pytest.LogCap
     assert not storage._columns
 
 
+def _make_bytes() -> TensorDict:
+    """Return steps whose images are bytes."""
+    steps = make_steps("stack")
+    for key in ("pixels", ("next", "pixels")):
+        steps[key] = (steps[key].clamp(0, 1) * 255).round().to(torch.uint8)
+    return steps
+
+
+def _divide(steps: TensorDict, divisor: int = 255) -> TensorDict:
+    """Return steps whose images are divided by a number."""
+    steps = steps.clone()
+    for key in ("pixels", ("next", "pixels")):
+        steps[key] = steps[key] / divisor
+    return steps
+
+
+def test_floats_of_bytes_take_as_much_as_bytes(tmp_path: Path) -> None:
+    steps = _make_bytes()
+    storages = {name: FrameStorage(N) for name in ("bytes", "floats", "other floats")}
+    for storage, rows in zip(storages.values(), (steps, _divide(steps), _divide(steps, 254)), strict=True):
+        for part in (rows[:70], rows[70:]):
+            storage.set(range(len(storage), len(storage) + len(part)), part)
+        assert torch.equal(storage[:]["pixels"].clone(), rows["pixels"])
+    sizes = {name: storage.nbytes for name, storage in storages.items()}
+    assert sizes["floats"] < 1.05 * sizes["bytes"] < sizes["other floats"] / 2
+    storages["floats"].dumps(tmp_path)
+    loaded = FrameStorage(N)
+    loaded.loads(tmp_path)
+    assert loaded.nbytes < 1.05 * sizes["floats"]
+    assert torch.equal(loaded[torch.arange(N)]["next", "pixels"], _divide(steps)["next", "pixels"])
+
+
+@pytest.mark.parametrize("value", [0.5, -0.0, float("nan"), 256 / 255, -1 / 255, float("inf")])
+def test_other_floats_after_bytes_are_returned_bit_for_bit(value: float) -> None:
+    steps = _divide(_make_bytes())
+    storage = FrameStorage(N)
+    storage.set(range(80), steps[:80])
+    steps["next", "pixels"][100, 2, 3, 4] = value
+    storage.set(range(80, N), steps[80:])
+    for key in ("pixels", ("next", "pixels")):
+        assert torch.equal(storage[:][key].clone().view(torch.int32), steps[key].view(torch.int32))
+
+
 def test_named_key_includes_the_next_one() -> None:
     steps = make_steps("stack", torch.float64)
     sizes = []

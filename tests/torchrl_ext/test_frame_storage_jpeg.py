@@ -72,17 +72,6 @@ def test_samples_equal_jpeg_of_each_frame(batch: int, quality: int) -> None:
     assert ours.storage._columns[0].table.part.layout == GREY
 
 
-def test_frames_read_the_same_before_and_after_their_block_is_complete() -> None:
-    buffer, data = make_buffer(300, n_stack=STACK), make_pictures(150)
-    seen = []
-    for row, made in zip(data, through_jpeg(data), strict=True):
-        buffer.add(row.clone())
-        seen.append(buffer[len(buffer) - 1].clone())
-        assert torch.equal(seen[-1]["next", "pixels"], made["next", "pixels"])
-    for i, first in enumerate(seen):
-        assert_same(buffer[i], first)
-
-
 @pytest.mark.parametrize(
     ("saved", "options", "text"),
     [

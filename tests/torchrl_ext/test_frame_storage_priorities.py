@@ -16,9 +16,6 @@ from torchrl.data import (
     LazyTensorStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
-    ReplayBuffer,
-    TensorDictMaxValueWriter,
-    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
 from torchrl.data.replay_buffers.samplers import prioritized
@@ -99,64 +96,6 @@ def test_prioritized_samplers_return_the_batches_of_lazy_tensor_storage(sampler:
     twins.call_both(lambda buffer: buffer.empty())
     twins.extend(videos.collect(30).reshape(-1))
     check_samples_and_priorities(twins)
-
-
-def test_prioritized_buffers_return_the_batches_of_lazy_tensor_storage() -> None:
-    twins = Twins(
-        SIZE,
-        cls=partial(TensorDictPrioritizedReplayBuffer, alpha=0.7, beta=0.5, priority_key="td_error", batch_size=16),
-    )
-    videos = Videos(3)
-    for _ in range(4):
-        data = videos.collect(20).reshape(-1)
-        data["td_error"] = make_td_errors(torch.arange(60))
-        twins.extend(data)
-        check_samples_and_priorities(twins)
-
-
-# TorchRL passes tensors to np.ravel_multi_index, and torch does not support an argument that NumPy 2 passes.
-@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
-def test_priorities_in_two_dimensions_equal_those_of_lazy_tensor_storage() -> None:
-    twins, videos = make_twins(partial(PrioritizedSampler, SIZE, alpha=0.7, beta=0.9), ndim=2), Videos(4)
-    for n_steps in (13, 13, 9):
-        twins.extend(videos.collect(n_steps))
-        for _ in range(3):
-            assert_same(*twins.call_both(sample_and_reprioritize))
-    assert read_priorities(twins.ours) == read_priorities(twins.theirs)
-
-
-def test_priorities_under_a_max_value_writer_equal_those_of_lazy_tensor_storage() -> None:
-    twins, videos = make_twins(writer=partial(TensorDictMaxValueWriter, rank_key=("next", "reward"))), Videos(2)
-    for _ in range(4):
-        twins.extend(videos.collect(40).reshape(-1))
-        check_samples_and_priorities(twins)
-
-
-def test_plain_prioritized_replay_buffer_samples_as_with_lazy_tensor_storage() -> None:
-    twins = Twins(SIZE, cls=ReplayBuffer, sampler=SAMPLERS["plain"], batch_size=lambda: 16)
-    twins.extend(Videos(2).collect(30).reshape(-1))
-
-    def sample_and_update(buffer: Any) -> Any:
-        """Sample a batch, update its priorities, and return the batch and its info."""
-        batch, info = buffer.sample(return_info=True)
-        buffer.update_priority(info["index"], make_td_errors(info["index"]))
-        return batch, info
-
-    for _ in range(3):
-        (ours, our_info), (theirs, their_info) = twins.call_both(sample_and_update)
-        assert_same(ours, theirs)
-        assert torch.equal(our_info["index"], their_info["index"])
-        assert torch.equal(our_info["priority_weight"], their_info["priority_weight"])
-
-
-def test_changing_alpha_changes_the_priorities_of_both() -> None:
-    twins = make_twins()
-    twins.extend(Videos(2).collect(30).reshape(-1))
-    check_samples_and_priorities(twins)
-    for alpha in (0.3, 1.0):
-        for buffer in (twins.ours, twins.theirs):
-            buffer.sampler.alpha = alpha
-        check_samples_and_priorities(twins)
 
 
 def _through_files(buffer: Any, fresh: Any, path: Path) -> Any:

@@ -82,21 +82,6 @@ def test_pickles_in_place_of_files_are_not_executed(reader: str, tmp_path: Path)
     assert ran.exists(), "or nothing was tested"
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_memory_mapped_tensordict_in_place_of_rows_is_not_executed(reader: str, tmp_path: Path) -> None:
-    make, read = READERS[reader]
-    folder, ran = make(tmp_path / "folder"), tmp_path / "ran"
-    rows = folder / "rows" if reader != "loads" else folder / "contents-0123456789abcdef" / "rows"
-    rows.unlink(missing_ok=True)
-    TensorDict({"x": NonTensorData("a", batch_size=[50])}, [50]).memmap(rows)
-    (rows / "x" / "other.pickle").write_bytes(pickle.dumps({"data": Bomb(ran)}))
-    try:
-        read(folder)
-    except RlExtError:
-        assert reader != "loads"
-    assert not ran.exists()
-
-
 def test_folder_refuses_values_that_are_not_tensors(tmp_path: Path) -> None:
     data = _make_data()
     data["task"] = NonTensorData("walk", batch_size=[20])

@@ -24,8 +24,6 @@ from torchrl.data import (
     SliceSamplerWithoutReplacement,
     StreamingSliceSampler,
 )
-from torchrl.envs.transforms import BurnInTransform, Compose
-from torchrl.modules import GRUModule
 
 from tests.torchrl_ext.frame_data import Twins, Videos, assert_same
 from torchrl_ext import FrameStorage, SliceSampler
@@ -233,21 +231,6 @@ def test_additions_do_not_read_all_elements_again(source: str, storage: str, tmp
     assert len(scans) <= n_before + 1
 
 
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_two_dimensions_return_the_samples_of_torchrl(ndim: int) -> None:
-    options = {"slice_len": 4, "traj_key": TRAJECTORY, "strict_length": False, "cache_values": True}
-    buffers = [
-        ReplayBuffer(storage=FrameStorage(60, ndim=ndim), sampler=sampler(**options), batch_size=32)
-        for sampler in (SliceSampler, torchrl.data.SliceSampler)
-    ]
-    videos = Videos(2)
-    for seed in range(12):
-        data = videos.collect(9)
-        for buffer in buffers:
-            buffer.extend(data.clone() if ndim == 2 else data.clone().reshape(-1))
-        assert_same_samples(*buffers, seed=seed)
-
-
 def make_pair(storage: Callable[[], Any], batch_size: int, **options: Any) -> list[Any]:
     """Make buffers with torchrl_ext's sampler and with TorchRL's, both with cached values."""
     options.update(traj_key="episode", cache_values=True)
@@ -319,30 +302,6 @@ def test_writes_of_another_process_are_seen(storage: Any) -> None:
         buffer.extend(steps.collect(2))
 
 
-def test_prefetched_samples_equal_those_of_torchrl() -> None:
-    options = {"slice_len": 3, "traj_key": "episode", "cache_values": True, "strict_length": False}
-    steps, buffers = Steps(1), []
-    for sampler in (SliceSampler, torchrl.data.SliceSampler):
-        buffers.append(
-            ReplayBuffer(
-                storage=LazyTensorStorage(50),
-                sampler=sampler(**options),
-                batch_size=9,
-                prefetch=2,
-                generator=torch.Generator().manual_seed(0),
-            )
-        )
-    for _ in range(10):
-        data = steps.collect(8)
-        samples = []
-        for buffer in buffers:
-            buffer.extend(data.clone())
-            samples.append(buffer.sample())
-            for future in buffer._prefetch_queue:
-                future.result()
-        assert_same(*samples)
-
-
 def test_sampler_arguments_dispatch_as_in_torchrl() -> None:
     assert type(SliceSampler(slice_len=2, replacement=False)) is SliceSamplerWithoutReplacement
     ends = torch.tensor([False, True, False, True])
@@ -388,38 +347,3 @@ def test_only_sampled_images_are_decoded_and_once(sampler: str, monkeypatch: pyt
         ours, theirs = twins.call_both(lambda buffer: buffer.sample())
         assert_same(ours, theirs)
         assert sum(decoded) == 2 * len(ours)
-
-
-def test_burn_in_returns_the_bits_of_lazy_tensor_storage() -> None:
-    torch.manual_seed(0)
-    gru = GRUModule(3, 5, in_keys=["vector", "state", "is_init"], out_keys=["out", ("next", "state")])
-
-    def make_transform() -> Any:
-        """Make transforms that reshape a batch into slices of 8, and use 3 steps of each to initialize the GRU."""
-        return Compose(Reshape(), BurnInTransform(modules=[gru], burn_in=3))
-
-    twins = Twins(
-        200,
-        sampler=partial(SliceSampler, slice_len=8, traj_key=TRAJECTORY, cache_values=True),
-        transform=make_transform,
-        batch_size=lambda: 32,
-    )
-    videos = Videos(2, end=0.02)
-    for _ in range(3):
-        data = videos.collect(60).reshape(-1)
-        data["vector"], data["next", "vector"] = data["inner", "vector"], data["next", "inner", "vector"]
-        data["is_init"] = data["step_count"] == 0
-        data["next", "is_init"] = torch.zeros_like(data["is_init"])
-        data["state"] = torch.zeros(len(data), 1, 5)
-        data["next", "state"] = torch.zeros(len(data), 1, 5)
-        twins.extend(data)
-        ours, theirs = twins.call_both(lambda buffer: buffer._sample(32)[0])
-        assert ours["pixels"].shape[:2] == (4, 5)
-        assert_same(ours.detach(), theirs.detach())
-
-
-class Reshape(torchrl.envs.Transform):
-    """Transform that reshapes (n * 8,) elements into (n, 8)."""
-
-    def forward(self, tensordict: Any) -> Any:
-        return tensordict.reshape(-1, 8)

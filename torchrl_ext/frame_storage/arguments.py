@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection, lazy_stack
+from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection, lazy_stack
 
 from rl_ext_core.devices import resolve_device
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.codecs import check_codec, validate_max_error
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
-from torchrl_ext.frame_storage.columns import FrameColumn, Key, list_items
+from torchrl_ext.frame_storage.columns import FrameColumn, list_items
 
 Places = npt.NDArray[np.int64]
 
@@ -87,31 +87,43 @@ def number_places(index: Any, shape: Sequence[int]) -> torch.Tensor:
 
     :param index: Any index that torch accepts.
     :param shape: Batch dimensions of the storage.
+    :raises InvalidArgumentError: If the index is out of range or has an unsupported type.
     """
-    size, rest = shape[0], tuple(shape[1:])
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
-    if isinstance(index, (list, range, np.ndarray)):
-        index = torch.as_tensor(list(index) if isinstance(index, range) else index)
-        index = index.long() if not index.numel() else index
-    parts = index if isinstance(index, tuple) else ()
-    if isinstance(index, slice):
-        start, stop, step = index.indices(size)
-        numbers = torch.arange(start, max(start, stop), step)
-    elif isinstance(index, (int, np.integer)) and not isinstance(index, bool):
-        numbers = torch.tensor(int(index) + (size if index < 0 else 0))
-    elif isinstance(index, torch.Tensor) and index.dtype not in (torch.bool, torch.uint8):
-        places = index.numpy()  # NumPy is faster for small arrays
-        numbers = torch.from_numpy(np.where(places < 0, places + size, places).astype(np.int64, copy=False))
-    elif len(parts) == len(shape) and all(getattr(part, "dtype", None) == torch.int64 for part in parts):
-        numbers = parts[0] % size
-        for part, length in zip(parts[1:], rest, strict=True):
-            numbers = numbers * length + part % length
-        return numbers
-    else:  # rare: as slow as the storage is large
-        return torch.arange(math.prod(shape)).reshape(tuple(shape))[index]
-    n = math.prod(rest)
+    if isinstance(index, (list, range, set, np.ndarray)):
+        index = torch.as_tensor(list(index) if isinstance(index, (range, set)) else index)
+        index = index if index.numel() else index.long()
+    try:
+        if isinstance(index, slice):
+            numbers = torch.arange(*index.indices(shape[0]))
+        elif isinstance(index, torch.Tensor) and index.dtype not in (torch.bool, torch.uint8):
+            numbers = torch.from_numpy(_wrap(index.numpy(), shape[0]))  # NumPy is faster for small arrays
+        elif isinstance(index, (int, np.integer)) and not isinstance(index, bool):
+            numbers = torch.from_numpy(_wrap(np.array(index), shape[0]))
+        elif isinstance(index, tuple) and len(index) == len(shape) and all(map(_is_integers, index)):
+            parts = [_wrap(part.numpy(), size) for part, size in zip(index, shape, strict=True)]
+            return torch.from_numpy(np.ravel_multi_index(parts, tuple(shape)).astype(np.int64, copy=False))
+        else:  # rare: as slow as the storage is large
+            return torch.arange(math.prod(shape)).reshape(tuple(shape))[index]
+    except (IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgumentError(
+            f"index {index!r:.200} names no places of a storage of shape {tuple(shape)} ({error}); nothing was stored"
+        ) from error
+    rest, n = tuple(shape[1:]), math.prod(shape[1:])
     return (numbers.unsqueeze(-1) * n + torch.arange(n)).reshape(*numbers.shape, *rest) if rest else numbers
+
+
+def _is_integers(part: Any) -> bool:
+    """Return whether a part of an index is a tensor of 64-bit numbers."""
+    return isinstance(part, torch.Tensor) and part.dtype == torch.int64
+
+
+def _wrap(places: npt.NDArray[Any], size: int) -> Places:
+    """Count negative numbers from the end; raise IndexError if a number is out of range."""
+    if (wrong := (places < -size) | (places >= size)).any():
+        raise IndexError(f"{places[wrong].reshape(-1)[0]} is out of range")
+    return np.where(places < 0, places + size, places).astype(np.int64, copy=False)
 
 
 class Target(NamedTuple):
@@ -170,67 +182,36 @@ def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> T
 
     Of repeated places, the last one counts.
 
-    :param shape: batch dimensions of the storage
-    :param ndim: number of dimensions that ``max_size`` counts
+    :param shape: Batch dimensions of the storage.
+    :param ndim: Number of dimensions that ``max_size`` counts.
     :raises InvalidArgumentError: If the index is out of range, or selects another number of elements than ``data`` has.
     """
     if is_single_index(cursor):
-        place = int(cursor)
-        if not 0 <= place < shape[0]:
-            place = int(resolve_places(place, shape[:1])[0])
+        place = int(number_places(int(cursor), shape[:1]))
         return Target(place, data, np.array([place], dtype=np.int64), ndim - 1, ndim)
     slices = cursor if isinstance(cursor, tuple) else (cursor,)
     if is_slices(cursor) and len(slices) <= len(shape):
         # Slices stay slices, so that a view of the same elements, such as buffer[:], can be written back to its place.
         dims = max(ndim, len(slices))
-        named = tuple(len(range(*part.indices(size))) for part, size in zip(slices, shape, strict=False))
-        _check_length(data, named, cursor)
+        _check_length(data, tuple(len(range(*part.indices(size))) for part, size in zip(slices, shape)), cursor)  # noqa: B905
         return Target(cursor, data, np.arange(*slices[0].indices(shape[0]), dtype=np.int64), dims, dims)
     index = (
         torch.as_tensor(list(cursor)) if isinstance(cursor, (range, set, list, np.ndarray)) else index_to_cpu(cursor)
     )
     # An index of the first dimension selects all elements along the others. Any other index selects single elements.
     dims = max(ndim, len(index)) if isinstance(index, tuple) else index.ndim if index.dtype == torch.bool else 1
-    places = resolve_places(index, shape[:dims])
-    _check_length(data, places.shape, cursor)
-    places_flat = places.reshape(-1)
-    if places.ndim == 0:
-        data = data.unsqueeze(0)
-    if places.ndim > 1:
-        data = data.flatten(0, places.ndim - 1)
+    places = number_places(index, shape[:dims])
+    _check_length(data, tuple(places.shape), cursor)
+    places_flat = places.reshape(-1).numpy()
+    data = data.unsqueeze(0) if places.ndim == 0 else data.flatten(0, places.ndim - 1) if places.ndim > 1 else data
     kept = last_occurrences(places_flat)
     if len(kept) < len(places_flat):
         places_flat, data = places_flat[kept], data[torch.from_numpy(kept)]
+    if dims == 1:
+        return Target(torch.from_numpy(places_flat), data, places_flat, ndim, ndim)
     at = np.unravel_index(places_flat, shape[:dims])
     indices = tuple(torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in at)
-    if dims == 1:
-        return Target(indices[0], data, indices[0].numpy(), ndim, ndim)
     return Target(indices, data, indices[0].numpy(), 1, dims)
-
-
-def resolve_places(index: Any, shape: Sequence[int]) -> Places:
-    """Return the flat, non-negative numbers of the elements that an index selects.
-
-    :param index: any index that torch accepts
-    :param shape: shape of the indexed dimensions
-    :raises InvalidArgumentError: If the index is out of range or has an unsupported type.
-    """
-    try:
-        if isinstance(index, tuple) and len(index) == len(shape) == 1:
-            index = index[0]
-        if isinstance(index, torch.Tensor) and index.dtype != torch.bool and len(shape) == 1:
-            index = index.numpy().astype(np.int64)
-        if isinstance(index, (int, np.integer, np.ndarray)) and np.asarray(index).dtype != bool and len(shape) == 1:
-            places = np.atleast_1d(np.asarray(index, dtype=np.int64))
-            if ((places < -shape[0]) | (places >= shape[0])).any():
-                raise IndexError(f"{places[(places < -shape[0]) | (places >= shape[0])][0]} is out of range")
-            return np.where(places < 0, places + shape[0], places)
-        found: Places = torch.arange(math.prod(shape)).reshape(tuple(shape))[index].numpy()
-    except (IndexError, TypeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"index {index!r:.200} names no places of a storage of shape {tuple(shape)} ({error}); nothing was stored"
-        ) from error
-    return found
 
 
 def last_occurrences(places: Places) -> Places:
@@ -264,68 +245,55 @@ def has_known_leaves(
 ) -> bool:
     """Compare elements with the stored ones; return whether all their keys are stored.
 
-    :param where: the elements and their places
-    :param stored_rows: all stored elements without images
-    :param columns: columns of the images
-    :param may_cast: whether leaves other than images may have another dtype
-    :param may_add_keys: whether elements may have new keys
-    :param may_lack_keys: whether elements may lack stored keys, because the stored values are to be kept
+    :param where: The elements and their places.
+    :param stored_rows: All stored elements without images.
+    :param columns: Columns of the images.
+    :param may_cast: Whether leaves other than images may have another dtype.
+    :param may_add_keys: Whether elements may have new keys.
+    :param may_lack_keys: Whether elements may lack stored keys, because the stored values are to be kept.
     :raises InvalidArgumentError: If a shape differs, or if a key is new or missing and must not be.
     :raises InvalidTypeError: If a dtype or a kind of leaf differs.
     """
     images = {key: column for column in columns for key in column.keys}
     known, items = True, list_items(where.data)
     for key, leaf in items:
-        if key in images and isinstance(leaf, torch.Tensor):
-            column = images[key]
-            _check_shape(key, leaf, (*column.batch[where.stored_dims :], *column.shape), where.batch_dims)
-            continue
-        stored = stored_rows.get(key, None)
-        if type(leaf) is type(stored) is TensorDict:
-            continue
-        if not isinstance(leaf, torch.Tensor) or not isinstance(stored, torch.Tensor):
-            stored = torch.zeros(0) if key in images else stored
-            if stored is not None and _kind_of(leaf) != _kind_of(stored):
-                raise InvalidTypeError(
-                    f"{key!r} is a {type(leaf).__name__}, expected a {type(stored).__name__} as in the storage; "
-                    "nothing was stored. Use another key for it"
-                )
-            if stored is None and not may_add_keys and _kind_of(leaf) != "tensordict":
+        column, stored = images.get(key), stored_rows.get(key, None)
+        kind, stored_kind = _kind_of(leaf), "tensor" if column else None if stored is None else _kind_of(stored)
+        if stored_kind is None:
+            if not may_add_keys and kind != "tensordict":
                 raise InvalidArgumentError(
                     f"{key!r} was not among the first elements, and the files in storage_dir have no room for it; "
                     "nothing was stored. Use the same keys in all elements, or leave storage_dir out"
                 )
-            known &= stored is not None and _kind_of(leaf) == "tensordict"
-            continue
-        _check_shape(key, leaf, tuple(stored.shape[where.stored_dims :]), where.batch_dims)
-        if leaf.dtype != stored.dtype and not may_cast:
+            known = False
+        elif kind != stored_kind:
             raise InvalidTypeError(
-                f"{key!r} has dtype {leaf.dtype}, expected {stored.dtype} as in the storage; nothing was stored. "
-                f"Use data[{key!r}] = data[{key!r}].to({stored.dtype})"
+                f"{key!r} is a {kind}, expected a {stored_kind} as in the storage; nothing was stored. Use another key "
+                "for it"
             )
-    if not may_lack_keys:
-        _check_keys({key for key, _ in items}, [*images, *(key for key, _ in list_items(stored_rows))])
+        elif kind == "tensor":
+            shape = (*column.batch, *column.shape) if column else tuple(stored.shape)
+            if tuple(leaf.shape[where.batch_dims :]) != (expected := shape[where.stored_dims :]):
+                raise InvalidArgumentError(
+                    f"{key!r} has shape {tuple(leaf.shape)}, expected {expected} after {where.batch_dims} batch "
+                    "dimension(s), as in the first elements; nothing was stored. Use one shape for all elements"
+                )
+            if not column and leaf.dtype != stored.dtype and not may_cast:
+                raise InvalidTypeError(
+                    f"{key!r} has dtype {leaf.dtype}, expected {stored.dtype} as in the storage; nothing was stored. "
+                    f"Use data[{key!r}] = data[{key!r}].to({stored.dtype})"
+                )
+        known &= kind != "value"
+    if not may_lack_keys:  # otherwise, places would keep the value of an overwritten element
+        found = {key for key, _ in items}
+        # TensorDictReplayBuffer adds the key "index", and ReplayBuffer does not.
+        for key in [*images, *(key for key, _ in list_items(stored_rows))]:
+            if key not in found and key != "index":
+                raise InvalidArgumentError(
+                    f"{key!r} is missing, expected all keys of the stored elements; nothing was stored. Add it to the "
+                    "data, or change some keys of stored elements with storage[index] = data"
+                )
     return known
-
-
-def _check_shape(key: Key, leaf: torch.Tensor, expected: tuple[int, ...], batch_dims: int) -> None:
-    """Raise an error if a leaf differs in shape from the stored ones."""
-    if tuple(leaf.shape[batch_dims:]) != expected:
-        raise InvalidArgumentError(
-            f"{key!r} has shape {tuple(leaf.shape)}, expected {expected} after {batch_dims} batch dimension(s), as in "
-            "the first elements; nothing was stored. Use one shape for all elements"
-        )
-
-
-def _check_keys(found: set[Key], stored: list[Key]) -> None:
-    """Raise an error if new elements lack a key, whose place would keep the value of an overwritten element."""
-    # TensorDictReplayBuffer adds the key "index", and ReplayBuffer does not.
-    missing = [key for key in stored if key not in found and key != "index"]
-    if missing:
-        raise InvalidArgumentError(
-            f"{missing[0]!r} is missing, expected all keys of the stored elements; nothing was stored. Add it to the "
-            "data, or change some keys of stored elements with storage[index] = data"
-        )
 
 
 def snapshot_rows(rows: Any, cursor: Any) -> Callable[[], None]:

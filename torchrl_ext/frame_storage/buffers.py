@@ -19,7 +19,7 @@ import torch
 from torchrl.data import ReplayBuffer, RoundRobinWriter, TensorDictMaxValueWriter
 
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
+from rl_ext_core.errors import InvalidArgumentError
 from torchrl_ext.frame_storage.arguments import is_key
 
 _STORAGE_COUNTERS = "_len_value", "_last_cursor_index_value", "_mutation_revision_value"
@@ -33,8 +33,6 @@ _RECORDS_OF_PLACES = {
 _SETITEM_CODE = unwrap(ReplayBuffer.__setitem__).__code__
 # Number of calls between ReplayBuffer.__setitem__ and FrameStorage.get, decorators included.
 _MAX_CALL_DEPTH = 8
-# 1/64 of the elements are dropped at a time, because all others have to be moved.
-_DROP_DIVISOR = 64
 
 
 class NoLock(nullcontext[None]):
@@ -135,50 +133,22 @@ def refuse_setting_key() -> None:
         )
 
 
-class ByteBudget:
-    """Limit on the memory of a storage.
+def check_max_bytes(storage: Any, max_bytes: int) -> None:
+    """Refuse samplers with records per place, and writers that do not overwrite the oldest, for ``max_bytes``.
 
-    At the limit, the oldest elements are dropped.
-
-    :param max_bytes: number of bytes that the elements may take
+    :raises InvalidArgumentError: If a buffer of the storage has one.
     """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-
-    def check_buffers(self, storage: Any) -> None:
-        """Refuse samplers with records per place, and writers that do not overwrite the oldest.
-
-        :raises InvalidArgumentError: If a writer does not overwrite the oldest, or a sampler has records by place.
-        """
-        for buffer in storage._attached_entities:
-            sampler, writer = (getattr(buffer, name, None) for name in ("_sampler", "_writer"))
-            records = next((words for name, words in _RECORDS_OF_PLACES.items() if hasattr(sampler, name)), None)
-            if records is not None:
-                raise InvalidArgumentError(
-                    f"max_bytes={self.max_bytes} moves elements to other places, and {type(sampler).__name__} records "
-                    f"{records} by place: expected another sampler. Leave max_bytes out and pass a smaller max_size, "
-                    "or pass sampler=RandomSampler()"
-                )
-            if not isinstance(writer, RoundRobinWriter) or writer.tracks_generations:
-                raise InvalidArgumentError(
-                    f"max_bytes={self.max_bytes} requires a writer that overwrites the oldest, got "
-                    f"{type(writer).__name__}; leave max_bytes or writer= out"
-                )
-
-    def check_element(self, row: Any) -> None:
-        """Refuse elements of which a single one may exceed the limit, before any is stored.
-
-        :raises OutOfMemoryError: If an uncompressed element takes more than half of the limit.
-        """
-        n_bytes = int(row.bytes())
-        if n_bytes > self.max_bytes // 2:
-            raise OutOfMemoryError(
-                f"max_bytes={self.max_bytes} is too little: one element of this kind takes {n_bytes} bytes, expected "
-                f"at most half of max_bytes; nothing was stored. Use max_bytes={2 * n_bytes} or more"
+    for buffer in storage._attached_entities:
+        sampler, writer = (getattr(buffer, name, None) for name in ("_sampler", "_writer"))
+        records = next((words for name, words in _RECORDS_OF_PLACES.items() if hasattr(sampler, name)), None)
+        if records is not None:
+            raise InvalidArgumentError(
+                f"max_bytes={max_bytes} moves elements to other places, and {type(sampler).__name__} records {records} "
+                "by place: expected another sampler. Leave max_bytes out and pass a smaller max_size, or pass "
+                "sampler=RandomSampler()"
             )
-
-    def enforce(self, storage: Any) -> None:
-        """Drop the oldest elements until the limit is kept."""
-        while storage.nbytes > self.max_bytes and len(storage) > 1:
-            storage._drop_oldest(max(len(storage) // _DROP_DIVISOR, 1))
+        if not isinstance(writer, RoundRobinWriter) or writer.tracks_generations:
+            raise InvalidArgumentError(
+                f"max_bytes={max_bytes} requires a writer that overwrites the oldest, got {type(writer).__name__}; "
+                "leave max_bytes or writer= out"
+            )

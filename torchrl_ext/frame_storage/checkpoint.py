@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import json
 import os
-import re
-import shutil
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +15,15 @@ from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
 from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
-from rl_ext_core.frames.log_folder import MANIFEST, as_corrupt_file, read_json, write_json
+from rl_ext_core.frames.checkpoint import checksum, format_error
+from rl_ext_core.frames.log_folder import MANIFEST, as_corrupt_file
 from torchrl_ext.frame_storage.format import pack_rows, unpack_rows
 
-FORMAT = 4
-_METADATA = "frames.json"  # describes the contents, and names their folder
-_CONTENTS = re.compile("contents-[0-9a-f]{16}")
+FORMAT = 5
+_FILE = "frames.bin"  # length of the header in 16 digits, header as JSON, aligned arrays
+_LENGTH_DIGITS = 16
+_ALIGNMENT = 64  # bytes
+_ARRAY = "\0array"  # key of the description of an array, which no element has
 
 
 class State(OrderedDict[str, Any]):
@@ -81,10 +82,10 @@ def _as_array(tensor: torch.Tensor) -> Any:
 
 
 class FrameStorageCheckpointer(StorageCheckpointerBase):
-    """Checkpointer that writes a :class:`FrameStorage` to a folder without decompressing it.
+    """Checkpointer that writes a :class:`FrameStorage` to one file without decompressing it.
 
-    An older checkpoint in the folder is replaced when the new one is complete. The files contain arrays and JSON only.
-    Reading them executes no code, and their checksums are verified.
+    An older checkpoint in the folder is replaced when the new one is complete. The file contains arrays and JSON only.
+    Reading it executes no code, and its checksums are verified.
     """
 
     def register_save_hook(self, hook: Any) -> None:
@@ -93,33 +94,22 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         :raises InvalidArgumentError: Always.
         """
         raise InvalidArgumentError(
-            "FrameStorage does not support save hooks, because it stores images compressed; hooks expect plain "
-            "tensors. Use buffer[:] to export them"
+            "FrameStorage does not support save or load hooks, because it stores images compressed; hooks expect plain "
+            "tensors. Use buffer[:] to export them, and buffer.extend(data) to import them"
         )
 
-    def register_load_hook(self, hook: Any) -> None:
-        """Refuse the hook, because there are no save hooks.
-
-        :raises InvalidArgumentError: Always.
-        """
-        raise InvalidArgumentError(
-            "FrameStorage does not support load hooks, because it stores images compressed; hooks expect plain "
-            "tensors. Use buffer.extend(data) to import them"
-        )
+    register_load_hook = register_save_hook
 
     @defer_signals
     def dumps(self, storage: Any, path: str | Path) -> None:
-        """Write a storage to a folder.
+        """Write a storage to a folder. For the folder that is its ``storage_dir``, do nothing.
 
-        For the folder that is its ``storage_dir``, flush the files instead.
-
-        If the process is killed meanwhile, the folder still contains the previous checkpoint.
-
-        :param storage: the storage
-        :param path: a new folder, an empty one, or one with a checkpoint, which is replaced
-        :raises InvalidArgumentError: If nothing was ever stored, or the folder contains other files.
+        :param storage: The storage.
+        :param path: A folder, which is created. If the process is killed meanwhile, it still contains the previous
+            checkpoint.
+        :raises InvalidArgumentError: If nothing was ever stored.
         :raises InvalidTypeError: If elements contain something else than tensors and plain values. Nothing is written.
-        :raises StorageError: If the files cannot be written.
+        :raises StorageError: If the file cannot be written.
         """
         storage._require_open()
         if not storage.initialized:
@@ -128,31 +118,13 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
             )
         path = Path(path)
         if storage._is_stored_in(path):
-            return storage.flush()
-        made = not path.exists()
+            return
+        created = not path.exists()
         try:
-            entries = [] if made else [entry.name for entry in sorted(path.iterdir())]
-            if foreign := [name for name in entries if not _is_checkpoint_entry(name)]:
-                raise InvalidArgumentError(
-                    f"{path} holds other files than a checkpoint, such as {foreign[0]!r}. Pass a new folder"
-                )
-            contents = path / f"contents-{os.urandom(8).hex()}"
-            contents.mkdir(parents=True)
-        except OSError as error:
-            raise StorageError(f"cannot write to {path}: {error.strerror}. Pass another folder") from error
-        is_complete = False
-        try:
+            path.mkdir(parents=True, exist_ok=True)
             with storage.lock:
-                packed = _save_arrays(pack_rows(*storage._contents()), contents)
-                metadata = {
-                    "format": FORMAT,
-                    "contents": contents.name,
-                    "len": len(storage),
-                    "full": storage._is_full,
-                    "held": packed,
-                }
-            write_json(path / _METADATA, metadata)
-            is_complete = True
+                contents = pack_rows(*storage._contents())
+                write_tree(path / _FILE, {"len": len(storage), "full": storage._is_full, "contents": contents})
         except StorageError:
             raise
         except OSError as error:
@@ -161,23 +133,17 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
                 "or pass another folder"
             ) from error
         finally:
-            if not is_complete:
-                shutil.rmtree(path if made else contents, ignore_errors=True)
-        for entry in path.iterdir():
-            if entry.name not in (
-                _METADATA,
-                contents.name,
-            ):  # left by a previous checkpoint, or by a process that was killed
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            if created and path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
 
     @defer_signals
     def loads(self, storage: Any, path: str | Path) -> None:
         """Replace the contents of a storage by those in a folder.
 
-        :param storage: the storage
-        :param path: folder that :meth:`dumps` wrote
-        :raises CorruptFileError: If the files are damaged or incomplete, or have a later format.
-        :raises InvalidArgumentError: If they contain more elements than fit, or belong to another kind of storage.
+        :param storage: The storage.
+        :param path: Folder that :meth:`dumps` wrote.
+        :raises CorruptFileError: If the file is damaged or incomplete, or has another format.
+        :raises InvalidArgumentError: If it contains more elements than fit, or belongs to another kind of storage.
         """
         path = Path(path)
         storage._require_open()
@@ -193,48 +159,65 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
                 f"{path} is the checkpoint of another kind of storage than FrameStorage; load it into a storage of "
                 "that kind, and add its elements: buffer.extend(other[:])"
             )
-        if not (path / _METADATA).exists():
+        if not (path / _FILE).exists():
             raise CorruptFileError(f"{path} contains no FrameStorage. Use buffer.dumps(path) to write one")
-        metadata = read_json(path / _METADATA, FORMAT)
-        with as_corrupt_file(f"{path} is"):
-            if not _CONTENTS.fullmatch(metadata["contents"]):
-                raise CorruptFileError(f"{path / _METADATA} does not name the folder of its contents")
-            rows, frames = unpack_rows(_load_arrays(metadata["held"], path / metadata["contents"]))
-        storage._replace_contents(rows, frames, metadata["len"], metadata["full"])
+        with as_corrupt_file(f"{path / _FILE} is"):
+            found = read_tree(path / _FILE)
+            rows, frames = unpack_rows(found["contents"])
+        storage._replace_contents(rows, frames, found["len"], found["full"])
 
 
-def _is_checkpoint_entry(name: str) -> bool:
-    """Return whether a file of this name belongs to a checkpoint."""
-    return name in (_METADATA, f"{_METADATA}.new") or _CONTENTS.fullmatch(name) is not None
+def write_tree(path: Path, tree: dict[str, Any]) -> None:
+    """Replace a file by nested dictionaries and lists of arrays and plain values."""
+    arrays: list[Any] = []
+    end = 0
+
+    def place(array: Any) -> dict[str, Any]:
+        """Choose the place of an array in the file, and return its description."""
+        nonlocal end
+        arrays.append(np.ascontiguousarray(array))
+        start, end = end, end + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return {_ARRAY: [start, array.dtype.str, list(array.shape)]}
+
+    header = {"format": FORMAT, **_map_tree(tree, np.ndarray, place)}
+    text = json.dumps({**header, "checksum": checksum(header)}).encode()
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with new.open("wb") as file:
+            file.write(f"{len(text):{_LENGTH_DIGITS}}".encode() + text)
+            for array in arrays:
+                run_pending_handlers()
+                file.write(bytes(-file.tell() % _ALIGNMENT))
+                file.write(array.reshape(-1).view(np.uint8).data)
+            file.write(bytes(-file.tell() % _ALIGNMENT))
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
-def _save_arrays(packed: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Write arrays in nested dictionaries to files, and replace them by the files' names."""
-    names = (f"{number}.npy" for number in itertools.count())
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return what :func:`write_tree` has written, with memory-mapped arrays."""
+    memory = np.memmap(path, np.uint8, mode="r")
+    start = _LENGTH_DIGITS + int(memory[:_LENGTH_DIGITS].tobytes())
+    header = json.loads(memory[_LENGTH_DIGITS:start].tobytes())
+    if header["format"] != FORMAT:
+        raise format_error(path, header["format"], FORMAT)
+    if header.pop("checksum") != checksum(header) or len(memory) % _ALIGNMENT:
+        raise CorruptFileError(f"{path} is damaged: its checksum does not match its contents; restore it from a copy")
+    start += -start % _ALIGNMENT
 
-    def save(array: Any) -> str:
-        """Write an array to the next file, and return the file's name."""
-        run_pending_handlers()
-        name = next(names)
-        np.save(path / name, array, allow_pickle=False)
-        return name
+    def restore(tree: Any) -> Any:
+        """Replace descriptions of arrays by the arrays."""
+        if isinstance(tree, list):
+            return [restore(part) for part in tree]
+        if not isinstance(tree, dict):
+            return tree
+        if tree.keys() != {_ARRAY}:
+            return {key: restore(part) for key, part in tree.items()}
+        offset, dtype, shape = tree[_ARRAY]
+        return np.ndarray(tuple(shape), np.dtype(dtype), memory.data, start + offset)
 
-    changed: dict[str, Any] = _map_tree(packed, np.ndarray, save)
-    return changed
-
-
-def _load_arrays(packed: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Replace names of files in nested dictionaries by memory-mapped arrays."""
-
-    def read(name: str) -> Any:
-        """Return the array in a file, memory-mapped."""
-        run_pending_handlers()
-        file = path / Path(name).name
-        return np.lib.format.open_memmap(file, mode="r") if file.stat().st_size else np.zeros(0, dtype=np.uint8)
-
-    packed["leaves"] = _map_tree(packed["leaves"], str, read)
-    for column in packed["frames"]:
-        table = column["table"]
-        table["pairs"] = read(table["pairs"])
-        table["segments"] = [(slot, read(name)) for slot, name in table["segments"]]
-    return packed
+    found: dict[str, Any] = restore(header)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ _COPY_BATCH = 64  # elements in which images are looked for
 _MIN_IMAGE_NBYTES = 1024  # smaller leaves are not worth compressing
 _FLOATS = (torch.float16, torch.float32, torch.float64)
 _MIN_SIDE = 8  # height and width of images of floats
+_SCALED_AT_ONCE = 4  # images whose floats fit into the cache of a CPU
 _UNCHANGED = 0.5  # fraction of values that stay the same from one image to the next
 
 Key = Any  # a string, or a tuple of strings
@@ -39,23 +41,51 @@ class FrameColumn:
     :param table: Further arguments of :class:`FrameTable`.
     :ivar batch: Batch dimensions of all images.
     :ivar table: The images, by number.
+    :ivar is_scaled: Whether the images are floats from 0/255 to 255/255, which are stored as bytes.
     """
 
     def __init__(
         self, kind: dict[str, Any], n_rows: int, options: dict[str, Any], *, num_threads: int | None, **table: Any
     ) -> None:
-        self.kind = {name: kind[name] for name in ("keys", "shape", "dtype", "batch")}
+        self.kind = {name: kind[name] for name in ("keys", "shape", "dtype", "batch", "scaled")}
         self.keys: list[Key] = [key if isinstance(key, str) else tuple(key) for key in kind["keys"]]
-        self.shape, self.dtype = tuple(kind["shape"]), dtype_from_name(kind["dtype"])
+        self.shape, self.dtype, self.is_scaled = tuple(kind["shape"]), dtype_from_name(kind["dtype"]), kind["scaled"]
         self._numpy_dtype, self._num_threads = _numpy_dtype(self.dtype), num_threads
         self._recycled = RecycledArrays()
         self.batch = (n_rows, *kind["batch"])
         check_numba("A store of frames")
+        self._arguments = options, table
+        self.table = self._new_table()
+
+    def _new_table(self) -> Any:
+        """Create an empty table."""
         from rl_ext_core.frames.log_table import FrameTable
         from rl_ext_core.frames.store import Observation  # imports numba
 
-        observation = Observation(self.shape, self._numpy_dtype, **options)
-        self.table = FrameTable(math.prod(self.batch), observation, **table)
+        options, table = self._arguments
+        return FrameTable(math.prod(self.batch), Observation(self.shape, self._stored_dtype, **options), **table)
+
+    @property
+    def _stored_dtype(self) -> np.dtype[Any]:
+        """Dtype of the images in the table."""
+        return np.dtype(np.uint8) if self.is_scaled else self._numpy_dtype
+
+    def store_as_floats(self) -> None:
+        """Store the images as floats instead of bytes from now on."""
+        if not self.is_scaled:
+            return
+        scaled = copy(self)
+        self.is_scaled = False
+        try:
+            table = self._new_table()
+            for rows in np.array_split(scaled.table.stored_rows(), max(scaled.table.n_stored // _COPY_BATCH, 1)):
+                images = scaled.decode(torch.from_numpy(rows), self.keys, reuse_memory=False)
+                table.put(rows, *[part.numpy() for part in images])
+                table.commit()
+        except BaseException:
+            self.is_scaled = True
+            raise
+        self.table, self.kind["scaled"] = table, False
 
     def expand(self, numbers: torch.Tensor, dims: int) -> torch.Tensor:
         """Return the numbers of the images of elements.
@@ -84,7 +114,7 @@ class FrameColumn:
 
     def detect(self, data: Any) -> None:
         """Choose the layout for the first elements, before they are put."""
-        self.table.detect(*[self._as_numpy(data.get(key), key) for key in self.keys])
+        self.table.detect(*[self._check(data.get(key), key).numpy() for key in self.keys])
 
     def put(self, numbers: torch.Tensor, images: dict[Key, torch.Tensor]) -> None:
         """Store images. The table must be committed or rolled back afterwards, also if an exception was raised.
@@ -93,7 +123,14 @@ class FrameColumn:
         :param images: Images of one or both keys, by key.
         """
         rows = numbers.reshape(-1).numpy()
-        arrays = [self._as_numpy(images[key], key) if key in images else None for key in self.keys]
+        checked = {key: self._check(leaf, key) for key, leaf in images.items()}
+        if self.is_scaled:
+            scaled = {key: part for key, leaf in checked.items() if (part := to_bytes(leaf)) is not None}
+            if len(scaled) == len(checked):
+                checked = scaled
+            else:
+                self.store_as_floats()
+        arrays = [checked[key].numpy() if key in checked else None for key in self.keys]
         for number, (key, array) in enumerate(zip(self.keys, arrays, strict=True)):
             if array is None:  # both images of a number are stored together
                 if self.table.is_lossy:
@@ -101,20 +138,19 @@ class FrameColumn:
                         f"{key!r} is missing. With max_error or codec='jpeg', its errors would add up if only "
                         f"{next(iter(images))!r} were written; nothing was stored. Write both"
                     )
-                arrays[number] = np.empty((len(rows), *self.shape), self._numpy_dtype)
+                arrays[number] = np.empty((len(rows), *self.shape), self._stored_dtype)
                 outs = [arrays[number] if other is key else None for other in self.keys]
                 self.table.get(rows, *outs)
         self.table.put(rows, *[array for array in arrays if array is not None])
 
-    def _as_numpy(self, leaf: torch.Tensor, key: Key) -> npt.NDArray[Any]:
-        """Return the images of a leaf as an array; refuse a dtype other than the column's."""
+    def _check(self, leaf: torch.Tensor, key: Key) -> torch.Tensor:
+        """Return the images of a leaf in one dimension; refuse a dtype other than the column's."""
         if leaf.dtype != self.dtype:
             raise InvalidTypeError(
                 f"{key!r} has dtype {leaf.dtype}, expected {self.dtype} as in the storage; nothing was stored. "
                 f"Use data[{key!r}] = data[{key!r}].to({self.dtype})"
             )
-        images: npt.NDArray[Any] = leaf.detach().cpu().reshape(-1, *self.shape).contiguous().numpy()
-        return images
+        return leaf.detach().cpu().reshape(-1, *self.shape).contiguous()
 
     def decode(
         self, numbers: torch.Tensor, keys: list[Key], *, decoder: GpuDecoder | None = None, reuse_memory: bool = True
@@ -131,12 +167,24 @@ class FrameColumn:
         if decoder is not None and decoder.can_decode(self.table.part):
             handles = dict(zip(self.keys, self.table.handles(rows), strict=False))
             images = decoder.decode(self.table.log, 0, np.concatenate([handles[key] for key in keys]))
+            if self.is_scaled:  # on a GPU, torch multiplies by the rounded inverse of a number
+                images = images.to(self.dtype).div_(torch.tensor(255, dtype=self.dtype, device=images.device))
             return list(images.reshape(len(keys), *numbers.shape, *self.shape).unbind())
         empty = self._recycled.empty if reuse_memory else np.empty
-        outs = {key: empty((len(rows), *self.shape), self._numpy_dtype) for key in keys}
+        outs = {key: empty((len(rows), *self.shape), self._stored_dtype) for key in keys}
         num_threads = torch.get_num_threads() if self._num_threads is None else self._num_threads
         self.table.get(rows, *[outs.get(key) for key in self.keys], num_threads=num_threads)
-        return [torch.from_numpy(outs[key]).reshape(*numbers.shape, *self.shape) for key in keys]
+        found = [torch.from_numpy(outs[key]).reshape(*numbers.shape, *self.shape) for key in keys]
+        if not self.is_scaled:
+            return found
+        floats = []
+        for images in found:
+            out = torch.from_numpy(empty((len(rows), *self.shape), self._numpy_dtype))
+            flat = images.reshape(-1, *self.shape)
+            for start in range(0, len(flat), _SCALED_AT_ONCE):
+                out[start : start + _SCALED_AT_ONCE].copy_(flat[start : start + _SCALED_AT_ONCE]).div_(255)
+            floats.append(out.reshape(images.shape))
+        return floats
 
     @property
     def recycled_nbytes(self) -> int:
@@ -145,6 +193,29 @@ class FrameColumn:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_recycled": RecycledArrays()}
+
+
+def to_bytes(images: torch.Tensor) -> torch.Tensor | None:
+    """Return the numerators of floats that are bit for bit n/255, as of ``ToTensorImage``; None if one is not."""
+    found = torch.empty(images.shape, dtype=torch.uint8)
+    scaled = torch.empty_like(images[:_SCALED_AT_ONCE])
+    for start in range(0, len(images), _SCALED_AT_ONCE):
+        part, out = (tensor[start : start + _SCALED_AT_ONCE] for tensor in (images, found))
+        again = scaled[: len(part)]
+        out.copy_(torch.mul(part, 255, out=again).round_())
+        if not torch.equal(again.copy_(out).div_(255).view(torch.int32), part.view(torch.int32)):
+            return None
+    return found
+
+
+def has_bytes(data: Any, keys: list[Key]) -> bool:
+    """Return whether leaves of the first elements are float32 of n/255, with enough values to tell."""
+    leaves = [data.get(key) for key in keys]
+    if any(leaf.dtype != torch.float32 for leaf in leaves):
+        return False
+    found = [to_bytes(leaf.detach().cpu().contiguous()) for leaf in leaves]
+    values = [np.unique(part.numpy()) for part in found if part is not None]
+    return len(values) == len(leaves) and len(values[0]) > 2
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
@@ -178,8 +249,8 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None, data: Any) ->
     :param row: one element
     :param pixels: keys of the images; None: all leaves that look like images
     :param data: first elements
-    :return: per column, ``keys`` (the key under ``"next"`` last), ``shape`` and ``dtype`` of an image, and ``batch``,
-        the batch dimensions of an element's images
+    :return: Dictionary per column: ``keys``, the one under ``"next"`` last; ``shape`` and ``dtype`` of an image; its
+        other dimensions, ``batch``; ``scaled``, see :class:`FrameColumn`.
     :raises InvalidArgumentError: If a key is missing, or its value has no image dimensions.
     """
     found = _image_shapes(row, pixels, data)
@@ -192,7 +263,8 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None, data: Any) ->
         pair = [k for k in (root, following) if found.get(k) == shape and _same_shape_and_dtype(row.get(k), leaf)]
         if key == pair[0]:
             batch = list(_parent_of(row, key).batch_size)
-            kinds.append({"keys": pair, "shape": list(shape), "dtype": dtype_name(leaf.dtype), "batch": batch})
+            kind = {"keys": pair, "shape": list(shape), "dtype": dtype_name(leaf.dtype), "batch": batch}
+            kinds.append({**kind, "scaled": False})
     return kinds
 
 

@@ -139,18 +139,16 @@ def _require_plain(values: Any, key: Any) -> Any:
 
 
 def pack_rows(rows: Any, frames: list[dict[str, Any]]) -> dict[str, Any]:
-    """Convert elements and frames to arrays and plain values.
+    """Convert elements and frames to arrays and plain values. The arrays are views, not copies.
 
-    The arrays are views, not copies.
-
-    :param rows: elements, with numbers in place of images
-    :param frames: per column, the contents of its table, which have their own checksum
+    :param rows: Elements, with numbers in place of images.
+    :param frames: Per column, the contents of its table, which have their own checksum.
     :raises InvalidTypeError: If elements contain anything else than tensors and plain values.
     """
     description, tensors = describe_rows(rows, values=True)
     flat = [tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors]
     leaves = [part.view(torch.uint8).numpy() for part in flat]  # NumPy does not have all of torch's dtypes
-    return {"rows": description, "leaves": leaves, "sums": [*map(checksum, leaves)], "frames": frames}
+    return {"rows": description, "leaves": leaves, "checksum": checksum([description, leaves]), "frames": frames}
 
 
 def unpack_rows(packed: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
@@ -158,14 +156,14 @@ def unpack_rows(packed: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
 
     :raises CorruptFileError: If the elements are damaged.
     """
+    if packed["checksum"] != checksum([packed["rows"], packed["leaves"]]):
+        raise CorruptFileError("the elements are damaged: their checksum does not match their contents")
 
     def leaf(number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return tensor ``number``, after verifying its checksum."""
+        """Return a copy of tensor ``number``."""
         contents = np.array(packed["leaves"][number])
-        if checksum(contents) != packed["sums"][number]:
-            raise CorruptFileError("the elements are damaged: their checksum does not match their contents")
-        return (
-            torch.from_numpy(contents).view(dtype).reshape(shape) if contents.size else torch.empty(shape, dtype=dtype)
-        )
+        if not contents.size:
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_numpy(contents).view(dtype).reshape(shape)
 
     return rebuild(packed["rows"], leaf), packed["frames"]

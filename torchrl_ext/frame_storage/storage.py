@@ -8,9 +8,10 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +20,7 @@ from tensordict.utils import unravel_key
 from torchrl.data import TensorStorage
 
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core.datasets import write_dataset
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, StorageError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, OutOfMemoryError, StorageError
 from rl_ext_core.frames.codecs import describe_lossiness
 from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
@@ -28,6 +28,7 @@ from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
 from rl_ext_core.frames.shared_memory import MemoryFile, ProcessLock
 from rl_ext_core.frames.store import SalvageReport
 from torchrl_ext._compat import is_sampler
+from torchrl_ext.datasets import load_storage, save_storage
 from torchrl_ext.frame_storage.arguments import (
     Places,
     as_tensordict,
@@ -45,14 +46,14 @@ from torchrl_ext.frame_storage.arguments import (
     snapshot_rows,
 )
 from torchrl_ext.frame_storage.buffers import (
-    ByteBudget,
+    check_max_bytes,
     make_kill_safe,
     refuse_setting_key,
     rewind_writer,
     set_writer_cursor,
 )
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
-from torchrl_ext.frame_storage.columns import _COPY_BATCH, FrameColumn, Key, describe_image_columns
+from torchrl_ext.frame_storage.columns import _COPY_BATCH, FrameColumn, Key, describe_image_columns, has_bytes
 from torchrl_ext.frame_storage.folder import (
     Marks,
     check_images,
@@ -65,15 +66,11 @@ from torchrl_ext.frame_storage.folder import (
 from torchrl_ext.frame_storage.view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
-_Storage = TypeVar("_Storage", bound="FrameStorage")
+_DROP_DIVISOR = 64  # at max_bytes, 1/64 of the elements is dropped at a time, because all others have to be moved
 
-_UNSUPPORTED = {
-    "shared_init": "because compressed images are stored in anonymous memory; add elements before the processes start: "
-    "buffer.extend(data), or buffer.extend(data) and buffer.empty()",
-    "compilable": "because torch.compile cannot compile the decoder; leave it out, and sample outside of compiled "
-    "functions",
-    "consolidated": "because frames are stored compressed and separately; leave it out",
-}
+# Arguments of LazyTensorStorage that must be False. The lines between images and TensorDicts cannot be compiled; the
+# first elements must exist before processes share them; and frames are not stored in one piece of memory.
+_UNSUPPORTED = "compilable", "shared_init", "consolidated"
 
 
 class FrameStorage(TensorStorage):
@@ -114,10 +111,8 @@ class FrameStorage(TensorStorage):
     :param num_threads: Number of threads that decode large batches. None: ``torch.get_num_threads()``.
     :param decode_on_gpu: Whether to upload images compressed, and to decode them on the GPU. Samples are the same. It
         has no effect if ``device`` is the CPU, or if the codec does not compress.
-    :param compilable: As in ``LazyTensorStorage``. True is refused, because the decoder cannot be compiled.
-    :param shared_init: As in ``LazyTensorStorage``. True is refused, because a shared storage must contain elements.
-    :param consolidated: As in ``LazyTensorStorage``. True is refused, because frames are stored separately.
-    :param cleanup_memmap: As in ``LazyTensorStorage``. It has no effect without ``shared_init``.
+    :param compilable, shared_init, consolidated, cleanup_memmap: Arguments of ``LazyTensorStorage``. True is refused
+        for the first three, because images are not stored as tensors. The last one has no effect without the second.
     :raises InvalidArgumentError: If an argument has an invalid value, or ``storage_dir`` contains elements.
     :raises InvalidTypeError: If an argument has an invalid type.
     :raises DeviceUnavailableError: If the device is a GPU that is not available.
@@ -139,7 +134,7 @@ class FrameStorage(TensorStorage):
     device: Any
     _len: int
     _storage: Any  # all elements, which TorchRL reads too, without images
-    _budget: ByteBudget | None = None
+    _max_bytes: int | None = None
     _folder: LogFolder | None = None
     _marks: Marks | None = None  # set if another process may have to repair the elements
     _resume_cursor: int | None = None  # next place in a reopened folder, until the first element is added
@@ -169,10 +164,12 @@ class FrameStorage(TensorStorage):
         consolidated: bool = False,
         cleanup_memmap: bool = True,
     ) -> None:
-        asked = {"shared_init": shared_init, "compilable": compilable, "consolidated": consolidated}
-        for name, why in _UNSUPPORTED.items():
-            if asked[name]:
-                raise InvalidArgumentError(f"{name}=True is not possible, {why}")
+        for name, value in zip(_UNSUPPORTED, (compilable, shared_init, consolidated), strict=True):
+            if value:
+                raise InvalidArgumentError(
+                    f"{name}=True is not possible, because images are not stored as tensors; leave it out. Sample "
+                    "outside of compiled functions, and add elements before processes share the buffer"
+                )
         max_size, ndim = positive_int("max_size", max_size), positive_int("ndim", ndim)
         check_device(device)
         super().__init__(None, max_size, device=device, ndim=ndim)
@@ -190,7 +187,7 @@ class FrameStorage(TensorStorage):
             **({} if quality == DEFAULT_QUALITY and codec != "jpeg" else {"quality": quality}),
         }
         if max_bytes is not None:
-            self._budget = ByteBudget(positive_int("max_bytes", max_bytes))
+            self._max_bytes = positive_int("max_bytes", max_bytes)
             if ndim > 1:
                 raise InvalidArgumentError(
                     f"max_bytes={max_bytes} is for storages of one dimension, got ndim={ndim}. Leave one of them out"
@@ -214,7 +211,8 @@ class FrameStorage(TensorStorage):
                         "an empty folder. Pass resume=True to continue with them, or another storage_dir"
                     )
             except BaseException:
-                self._release_folder()
+                self._drop_contents()
+                self._folder.close()
                 raise
 
     def __repr__(self) -> str:
@@ -224,25 +222,14 @@ class FrameStorage(TensorStorage):
     def _share(self) -> None:
         """Let the lock keep the images up to date with those of other processes, and repair them after a kill."""
         this = weakref.ref(self)
+        self.lock.recover = partial(_call_weakly, this, "_recover_after_kill")
+        self.lock.on_enter = partial(_call_weakly, this, "_call_tables", "load")
+        self.lock.on_exit = partial(_call_weakly, this, "_call_tables", "save")
 
-        def for_each_table(name: str) -> Callable[..., None]:
-            """Return a function that calls a method of all tables, unless the storage has been garbage-collected."""
-
-            def call() -> None:
-                """Call the method."""
-                if (storage := this()) is not None:
-                    for column in storage._columns:
-                        getattr(column.table, name)()
-
-            return call
-
-        def recover(dead: int) -> None:
-            """Call ``_recover_after_kill``, unless the storage has been garbage-collected."""
-            if (storage := this()) is not None:
-                storage._recover_after_kill(dead)
-
-        self.lock.recover = recover
-        self.lock.on_enter, self.lock.on_exit = for_each_table("load"), for_each_table("save")
+    def _call_tables(self, name: str) -> None:
+        """Call a method of all tables of images."""
+        for column in self._columns:
+            getattr(column.table, name)()
 
     @property
     def checkpointer(self) -> FrameStorageCheckpointer:
@@ -257,15 +244,15 @@ class FrameStorage(TensorStorage):
                 "the default. Leave checkpointer= out"
             )
         self._checkpointer = FrameStorageCheckpointer() if value is None else value
-        if self._budget is not None:
-            self._budget.check_buffers(self)
+        if self._max_bytes is not None:
+            check_max_bytes(self, self._max_bytes)
         # A buffer's constructor sets the checkpointer last. The writer exists by now.
         make_kill_safe(self)
         if self._resume_cursor is not None:
             set_writer_cursor(self, self._resume_cursor)
 
     def _require_open(self) -> None:
-        """Raise an error if the storage is closed, or its lock unusable in this process."""
+        """Raise an error if the storage is closed, or if this process was forked from the one that created it."""
         if self._closed:
             raise InvalidArgumentError(
                 "this FrameStorage is closed. Open its folder again with the same arguments and resume=True: "
@@ -280,9 +267,15 @@ class FrameStorage(TensorStorage):
         row = data[0]
         if self.device == "auto":
             self.device = row.device or torch.device("cpu")
-        if self._budget is not None:
-            self._budget.check_element(row)
+        if self._max_bytes is not None and (n_bytes := int(row.bytes())) > self._max_bytes // 2:
+            raise OutOfMemoryError(
+                f"max_bytes={self._max_bytes} is too little: one element of this kind takes {n_bytes} bytes, expected "
+                f"at most half of max_bytes; nothing was stored. Use max_bytes={2 * n_bytes} or more"
+            )
         kinds = describe_image_columns(row, self._pixels, data[:_COPY_BATCH])
+        if self._may_scale:
+            for kind in kinds:
+                kind["scaled"] = has_bytes(data[:_COPY_BATCH], kind["keys"])
         if not kinds:
             _logger.warning(
                 "no images were found in the data (%s), so nothing is compressed. If there are images, name them: "
@@ -301,6 +294,11 @@ class FrameStorage(TensorStorage):
             self._uninitialize()
             raise
 
+    @property
+    def _may_scale(self) -> bool:
+        """Whether floats of n/255 may be stored as bytes: losslessly, and where all images can be stored again."""
+        return self._folder is None and not self._options["max_error"] and self._options["codec"] != "jpeg"
+
     def _shape_for(self, row: Any) -> torch.Size:
         """Return the shape of the whole storage for elements like ``row``."""
         if self.ndim == 1:
@@ -312,9 +310,8 @@ class FrameStorage(TensorStorage):
 
         :param table: Further arguments of its table.
         """
-        if self._budget is not None:
-            table["max_bytes"] = self._budget.max_bytes
-        return FrameColumn(kind, n_rows, self._options, num_threads=self._num_threads, **table)
+        options = {**table, "max_bytes": self._max_bytes}
+        return FrameColumn(kind, n_rows, self._options, num_threads=self._num_threads, **options)
 
     def _allocate(self, row: Any, columns: list[FrameColumn]) -> None:
         """Allocate all elements.
@@ -364,16 +361,9 @@ class FrameStorage(TensorStorage):
         self.__dict__.pop("_total_shape_value", None)
         self.initialized = True
 
-    def _release_folder(self) -> None:
-        """Drop all elements, and unlock the folder."""
-        self._drop_contents()
-        if self._folder is not None:
-            self._folder.close()
-
     def _drop_contents(self) -> None:
         """Drop elements and columns, and reset the attributes that describe them."""
-        for column in self._columns:
-            column.table.close()
+        self._call_tables("close")
         self._columns, self._marks = [], None
         self._storage, self.initialized = None, False
         self.max_size = self._initial_max_size
@@ -402,8 +392,8 @@ class FrameStorage(TensorStorage):
         :raises StorageError: If the disk of ``storage_dir`` is full.
         """
         self._require_open()
-        if self._budget is not None:
-            self._budget.check_buffers(self)
+        if self._max_bytes is not None:
+            check_max_bytes(self, self._max_bytes)
         with self.lock:
             try:
                 self._refresh()
@@ -414,14 +404,16 @@ class FrameStorage(TensorStorage):
                 raise
             if set_cursor:
                 self._resume_cursor = None
-                if self._budget is not None:
-                    self._budget.enforce(self)
+                while self._max_bytes is not None and self.nbytes > self._max_bytes and len(self) > 1:
+                    self._drop_oldest(max(len(self) // _DROP_DIVISOR, 1))
 
     def _set(self, cursor: Any, data: Any, *, set_cursor: bool) -> None:
         """Store elements at an index; if that fails, restore the previous state."""
         fresh = not self.initialized
         if fresh:
             first = data.unsqueeze(0) if is_single_index(cursor) else data
+            if not len(first):
+                raise InvalidArgumentError("the first batch has no elements; nothing was stored. Pass one or more")
             resolve_target(cursor, data, shape=self._shape_for(first[0]), ndim=self.ndim)  # raises
             self._init(first)
         length, last = self._len, self._last_cursor_index
@@ -430,7 +422,7 @@ class FrameStorage(TensorStorage):
             where = resolve_target(cursor, data, shape=self._storage.batch_size, ndim=self.ndim)
             if set_cursor and self._resume_cursor is not None and where.places[0] != self._resume_cursor:
                 raise self._writer_error(where.places[0])
-            if set_cursor and self._budget and where.places.max(initial=-1) >= length + len(where.places):
+            if set_cursor and self._max_bytes and where.places.max(initial=-1) >= length + len(where.places):
                 raise InvalidArgumentError(
                     f"index {cursor!r:.200} leaves a gap after the {length} stored elements, which max_bytes may have "
                     "moved; nothing was stored. Add elements with buffer.extend(data)"
@@ -460,8 +452,7 @@ class FrameStorage(TensorStorage):
         except BaseException:
             if undo is not None:
                 undo()
-            for column in self._columns:
-                column.table.roll_back()
+            self._call_tables("roll_back")
             self._len = length
             self._set_last_cursor(last)
             if self._marks is not None:
@@ -470,8 +461,7 @@ class FrameStorage(TensorStorage):
                 self._uninitialize()
             raise
         self._mark_written(where.places)
-        for column in self._columns:
-            column.table.commit()
+        self._call_tables("commit")
 
     @property
     def _image_keys(self) -> list[Key]:
@@ -557,16 +547,11 @@ class FrameStorage(TensorStorage):
 
     def _writer_error(self, place: int) -> InvalidArgumentError:
         """Return the error for a first element after loading that would leave a gap, or overwrite elements."""
-        expected = self._resume_cursor
-        if self._folder is None:
-            return InvalidArgumentError(
-                f"{len(self)} elements were loaded into FrameStorage({self.max_size}), and the next one is for place "
-                f"{place}, as in the saved buffer, which was full: expected place {expected}. Use FrameStorage("
-                f'{len(self)}), or load only the storage: buffer.storage.loads(path + "/storage")'
-            )
         return InvalidArgumentError(
-            f"this storage was opened again and goes on at {expected}, got elements for {place}, since a writer is in "
-            "use that cannot continue. Leave out writer=, or pass another storage_dir"
+            f"{len(self)} elements were loaded into FrameStorage({self.max_size}), and the next one is for place "
+            f"{self._resume_cursor}, got {place}, since the buffer's writer was saved when it was full, or cannot "
+            f"continue. Use FrameStorage({len(self)}), leave out writer=, or load only the storage: "
+            'buffer.storage.loads(path + "/storage")'
         )
 
     @defer_signals
@@ -577,8 +562,7 @@ class FrameStorage(TensorStorage):
             super()._empty()
             self._empty_count += 1
             self._mark_written(np.zeros(0, dtype=np.int64))
-            for column in self._columns:
-                column.table.clear()
+            self._call_tables("clear")
             self._resume_cursor = None
 
     @defer_signals
@@ -605,17 +589,13 @@ class FrameStorage(TensorStorage):
 
         They exclude :attr:`recycled_nbytes`.
         """
-        return self._row_bytes + sum(column.table.nbytes for column in self._columns)
+        rows = int(self._storage[: self._len_along_dim0].bytes()) if self.initialized else 0
+        return rows + sum(column.table.nbytes for column in self._columns)
 
     @property
     def recycled_nbytes(self) -> int:
         """Bytes of the arrays of recent batches, which later batches of that size are decoded into."""
         return sum(column.recycled_nbytes for column in self._columns)
-
-    @property
-    def _row_bytes(self) -> int:
-        """Size of all elements in bytes, without images."""
-        return int(self._storage[: self._len_along_dim0].bytes()) if self.initialized else 0
 
     # Recovery by other processes, or by a later one
 
@@ -649,27 +629,20 @@ class FrameStorage(TensorStorage):
     def _recover_after_kill(self, dead: int) -> None:
         """Repair the elements after the process ``dead`` was killed while it held the lock."""
         assert self._marks is not None
-        for column in self._columns:
-            column.table.repair()
+        self._call_tables("repair")
         if not self._marks.writing.any():
             _logger.warning("process %d was killed while it used a FrameStorage; no element is lost", dead)
         set_writer_cursor(self, self._recover(f"process {dead}"))
         self._bump_mutation_revision()
 
     @defer_signals
-    def flush(self) -> None:
-        """Update the checksums in ``storage_dir`` for elements that were changed in place.
-
-        Without a ``storage_dir``, it has no effect.
-        """
-        self._require_open()
-
-    @defer_signals
     def close(self) -> None:
         """Free all memory. A ``storage_dir`` can then be opened again, also by another process."""
         with self.lock:
             self._require_open()
-            self._release_folder()
+            self._drop_contents()
+            if self._folder is not None:
+                self._folder.close()
             self._closed, self._len = True, 0
 
     # Other processes, copies and checkpoints
@@ -705,7 +678,7 @@ class FrameStorage(TensorStorage):
                 f"a FrameStorage in {self._folder.path} cannot be shared with another process. Leave storage_dir out, "
                 "and save the elements with storage.dumps(path)"
             )
-        if self._budget is not None:
+        if self._max_bytes is not None:
             raise NotCopyableError(
                 "a FrameStorage with max_bytes cannot be shared with another process. Pass a max_size instead"
             )
@@ -713,6 +686,7 @@ class FrameStorage(TensorStorage):
             make_kill_safe(self)
             if not self._is_shared:
                 for column in self._columns:
+                    column.store_as_floats()
                     column.table.share()
                 n_bytes = Marks.n_bytes(len(self._storage))
                 self._marks, self._is_shared = Marks(MemoryFile(n_bytes)), True
@@ -785,6 +759,8 @@ class FrameStorage(TensorStorage):
             columns = [self._new_column(state, self._shape_for(_example_row(rows))[0]) for state in frames]
             for column, state in zip(columns, frames, strict=True):
                 column.table.restore(state["table"])
+                if not self._may_scale:
+                    column.store_as_floats()
         return columns
 
     @defer_signals
@@ -822,64 +798,8 @@ class FrameStorage(TensorStorage):
         """Return whether ``path`` is the ``storage_dir`` of this storage."""
         return self._folder is not None and Path(path).absolute() == self._folder.path
 
-    @classmethod
-    def from_dataset(
-        cls: type[_Storage], source: Any, *, max_size: int | None = None, download: bool = False, **options: Any
-    ) -> _Storage:
-        """Create a storage that contains the steps of a dataset.
-
-        Elements have the keys of TorchRL's ``MinariExperienceReplay``: ``"observation"``, ``"action"``, ``"episode"``,
-        ``"info"``, and under ``"next"`` the following observation and info, ``"reward"``, ``"done"``,
-        ``"terminated"`` and ``"truncated"``. Every value has the dtype of the dataset. A ``TensorDictReplayBuffer``
-        with this storage appends to it.
-
-        :param source: Minari id, such as ``"atari/pong/expert-v0"``, folder of a dataset, or ``minari.MinariDataset``
-        :param max_size: Maximum number of elements. None: the number of steps in the dataset.
-        :param download: Whether to download a Minari id that is not on this machine.
-        :param options: Further arguments of the class, such as ``codec`` or ``storage_dir``.
-        :return: The storage.
-        :raises InvalidArgumentError: If there is no such dataset, it does not fit into ``max_size``, or ``storage_dir``
-            contains elements already.
-        :raises InvalidTypeError: If a space of the dataset is not supported, such as a Tuple.
-        :raises MissingDependencyError: If ``minari`` is not installed.
-        :raises CorruptFileError: If the dataset is damaged.
-        """
-        from torchrl_ext.datasets import load_storage
-
-        return load_storage(cls, source, max_size=max_size, download=download, **options)
-
-    def to_dataset(
-        self,
-        target: str | os.PathLike[str],
-        action_space: Any,
-        *,
-        observation_space: Any = None,
-        data_format: str = "hdf5",
-    ) -> Path:
-        """Write all elements as a Minari dataset, from the oldest to the newest.
-
-        Episodes without their beginning or end are included. Where an observation is not the next one of the step
-        before, a new episode begins. An episode that was not finished is marked as truncated. No image is stored as
-        JPEG. Infos are left out.
-
-        :param target: Minari id, such as ``"cartpole/mine-v0"``, or folder. It must not exist.
-        :param action_space: Gymnasium space of the actions, such as ``gymnasium.spaces.Discrete(6)``. One-hot actions
-            are written as numbers.
-        :param observation_space: Gymnasium space of the observations. None: a space of their shapes and dtypes, a
-            ``Dict`` if there are several keys.
-        :param data_format: ``"hdf5"``, ``"arrow"`` or ``"parquet"``.
-        :return: Folder that ``minari.MinariDataset`` loads.
-        :raises InvalidArgumentError: If the target exists, the storage is empty, or values do not fit the spaces.
-        :raises MissingDependencyError: If ``minari`` is not installed.
-        :raises StorageError: If the folder cannot be written.
-        """
-        from torchrl_ext.datasets import infer_observation_space, read_storage_episodes
-
-        self._require_open()
-        with self.lock:  # other threads and processes could add
-            space = infer_observation_space(self) if observation_space is None else observation_space
-            episodes = read_storage_episodes(self, space, action_space)
-            return write_dataset(target, episodes, space, action_space, data_format=data_format)
+    from_dataset: Any = classmethod(load_storage)
+    to_dataset = save_storage
 
     @staticmethod
     def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
@@ -894,6 +814,12 @@ class FrameStorage(TensorStorage):
         :raises StorageError: If another process uses the folder.
         """
         return salvage_folder(storage_dir)
+
+
+def _call_weakly(this: Callable[[], Any], name: str, *arguments: Any) -> None:
+    """Call a method of a weakly referenced storage, unless it has been garbage-collected."""
+    if (storage := this()) is not None:
+        getattr(storage, name)(*arguments)
 
 
 def _example_row(rows: Any) -> Any:

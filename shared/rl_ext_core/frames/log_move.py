@@ -68,6 +68,7 @@ def find_stream(state, first, uses):  # type: ignore[no-untyped-def]
     :param first: Addresses of stream 0, see ``_set_stream``.
     :param uses: Number of the last put of each stream, 0 if there was none; then the number of puts and the last
         stream. Shape ``(n_streams + 2,)``.
+    :return: Whether the observation continues no stream.
     """
     n, c = len(uses) - 2, N_LOG
     stack, order, last, found = state[c + OBS_INPUT], state[c + OBS_ORDER], uses[n + 1], int64(-1)
@@ -82,7 +83,8 @@ def find_stream(state, first, uses):  # type: ignore[no-untyped-def]
                 break
         if found >= 0:
             break
-    if found < 0:
+    is_new = found < 0
+    if is_new:
         found = int64(0)
         for stream in range(n):
             if uses[stream] < uses[found]:
@@ -98,6 +100,7 @@ def find_stream(state, first, uses):  # type: ignore[no-untyped-def]
     uses[n] += 1
     uses[found], uses[n + 1] = uses[n], found
     _set_stream(state, first, found)
+    return is_new
 
 
 @kernel

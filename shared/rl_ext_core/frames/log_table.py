@@ -24,6 +24,7 @@ from rl_ext_core.frames.store import Observation, StoredPart, _encode_frame, dec
 
 _COPY_BATCH = 64  # rows that are copied, or used to detect the layout
 _LAST_CHECK = 4096  # puts of rows after which the layout is not detected any more
+_MOST_NEW = 0.25  # rows of a put that continue no stream, above which later puts are ordered
 _LEAST_FOR_LOSS = 64  # rows before a permitted loss is used
 _MOST_STREAMS, _LEAST_STREAMS = 256, 4
 _STREAM_BYTES = 3_000_000  # newest stacks of all streams
@@ -74,6 +75,7 @@ class FrameTable:
         self.part = StoredPart(None, observation, 1)
         self.fixed_layout = folder is not None
         self._seen = 0  # rows that were put
+        self._is_shuffled = True  # whether rows of one put may have to be ordered
         self._newest = np.zeros(0, dtype=np.int64)
         self._n_touched = 0  # no later row was ever written
         self._written: tuple[Any, ...] | None = None  # what put() has written, until it is committed
@@ -159,17 +161,21 @@ class FrameTable:
     def _push(self, log: FrameLog, rows: Array, stacks: Array, nexts: Array) -> None:
         """Write rows to a log."""
         order, size, state = self.part.order, self.part.layout.stack_bytes, log.state
-        obs, next_obs = address_of(stacks), address_of(nexts)
-        first, uses, encoder = self._first, log.uses, self.part.encoder
-        for row in rows.tolist():
+        begin, next_begin = address_of(stacks), address_of(nexts)
+        first, uses, encoder, n_new = self._first, log.uses, self.part.encoder, 0
+        places: Any = range(len(rows))
+        if self._is_shuffled and len(rows) > 1 and nexts is not stacks:
+            places = order_by_successors(stacks, nexts)
+            self._is_shuffled = places != sorted(places)
+        for place in places:
+            obs, next_obs = begin + place * size, next_begin + place * size
             log.set_inputs(0, obs, order, next_obs, order)
-            find_stream(state, first, uses)
+            n_new += find_stream(state, first, uses)
             if encoder is None:
-                log.push(row=row)
+                log.push(row=int(rows[place]))
             else:
-                log.push_encoded({0: partial(_encode_frame, encoder)}, row=row)
-            obs += size
-            next_obs += size
+                log.push_encoded({0: partial(_encode_frame, encoder)}, row=int(rows[place]))
+        self._is_shuffled |= n_new > _MOST_NEW * len(rows)
 
     def clear(self, start: int = 0) -> None:
         """Drop all rows from a number on."""
@@ -310,10 +316,9 @@ class FrameTable:
 
     def _store_again(self, before: list[Any]) -> None:
         """Copy all rows to a log with the present settings. An exception leaves the old log and settings in use."""
-        old, part, pairs = self.log, self.part, self._pairs[: self._n_touched]
+        old, part = self.log, self.part
         kept = {name: getattr(self, name) for name in ("log", "_pairs", "_first", "_stream_bytes")}
-        rows = np.flatnonzero(pairs)
-        rows = rows[np.argsort(pairs[rows], kind="stable")]
+        rows = self.stored_rows()
         try:
             self._use(self._new_log())
             for some in np.split(rows, range(_COPY_BATCH, len(rows), _COPY_BATCH)):
@@ -359,6 +364,11 @@ class FrameTable:
     def n_stored(self) -> int:
         """Number of stored rows."""
         return int(np.count_nonzero(self._pairs[: self._n_touched]))
+
+    def stored_rows(self) -> Array:
+        """Return the numbers of the stored rows, in the order of their frames."""
+        rows = np.flatnonzero(self._pairs[: self._n_touched])
+        return rows[np.argsort(self._pairs[rows], kind="stable")]
 
     @property
     def nbytes(self) -> int:
@@ -464,6 +474,33 @@ class FrameTable:
         log.restore({**counters, "pairs": pairs, "rows": rows, "segments": dict(contents["segments"])})
         self._use(log)
         self._n_touched, self._seen = n, _LAST_CHECK + 1
+
+
+def order_by_successors(stacks: Array, nexts: Array) -> list[int]:
+    """Order shuffled rows so that each one follows the row whose next observation it contains, if there is one.
+
+    :param stacks: Observations, C-contiguous, shape ``(n, *shape)``.
+    :param nexts: Next observations of the same form.
+    :return: Positions of the rows in that order. Rows of one environment that are in order already stay so.
+    """
+    n = len(stacks)
+    n_words = stacks[0].nbytes // 8
+    weights = np.random.default_rng(0).integers(1 << 63, size=n_words, dtype=np.uint64) * 2 + 1
+    parts = [part.reshape(n, -1).view(np.uint8)[:, : 8 * n_words] for part in (stacks, nexts)]
+    # Hashes that differ by mistake, or not, cost compression only.
+    hashes, next_hashes = ((np.ascontiguousarray(part).view(np.uint64) @ weights).tolist() for part in parts)
+    waiting: dict[int, list[int]] = {}
+    # Of equal observations, those that do not change come first, because the others lead on.
+    for row in sorted(range(n), key=lambda row: (hashes[row] == next_hashes[row], -row)):
+        waiting.setdefault(hashes[row], []).append(row)
+    reached = {after for before, after in zip(hashes, next_hashes, strict=True) if before != after}
+    found: list[int] = []
+    for start in [*(row for row in range(n) if hashes[row] not in reached), *range(n)]:
+        value = hashes[start]
+        while rows := waiting.get(value):
+            found.append(rows.pop())
+            value = next_hashes[found[-1]]
+    return found
 
 
 def find_stack_layout(layout: StackLayout, stacks: Array, nexts: Array | None) -> StackLayout | None:
