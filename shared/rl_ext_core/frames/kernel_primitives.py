@@ -141,6 +141,7 @@ load_u64 = _define_load(64, types.uint64)
 store_u8 = _define_store(8, types.uint8)
 store_u16 = _define_store(16, types.uint16)
 store_u32 = _define_store(32, types.uint32)
+store_u64 = _define_store(64, types.uint64)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

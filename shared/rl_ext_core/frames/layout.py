@@ -15,6 +15,7 @@ from rl_ext_core.errors import InvalidArgumentError
 PLANAR, INTERLEAVED = 1, 2
 
 _NEARLY_ALL = 0.75  # share of transitions that must fit a layout; some wrappers reset in the middle of an episode
+_LEAST_ROW = 16  # pixels; an axis at the end that is shorter is that of channels
 MAX_STACK = 255  # because a handle stores the depth of a stack in one byte
 
 
@@ -68,6 +69,14 @@ class StackLayout:
     def frame_bytes(self) -> int:
         """Size of one frame in bytes."""
         return self.stack_bytes // self.n_stack
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of one row of a frame, an image, in bytes."""
+        lengths = list(self.shape)
+        lengths[self.axis] //= self.n_stack
+        is_channel_last = len(lengths) > 1 and lengths[-1] < _LEAST_ROW
+        return math.prod(lengths[-2 if is_channel_last else -1 :]) * self.dtype.itemsize
 
     @property
     def frame_channels(self) -> int:

@@ -25,6 +25,7 @@ from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import log_state as fields
 from rl_ext_core.frames.layout import INTERLEAVED, PLANAR, StackLayout, shared_byte_mask
 from rl_ext_core.frames.log_patch import LARGE_FRAME, PADDING, WORK_SLACK
+from rl_ext_core.frames.log_quantize import GROUP
 from rl_ext_core.frames.log_read import OPAQUE_FIELDS, are_inside, decode_transitions, find_handles
 from rl_ext_core.frames.log_recover import DAMAGED, drop_rows, replay_segment, write_note
 from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, SegmentFile, list_files
@@ -168,6 +169,7 @@ class FrameLog:
         # Patches of large frames take long to apply, but little memory compared with the frames.
         self.state[c + fields.BUDGET] = n_bytes // 3 if padded > LARGE_FRAME else n_bytes
         self.state[c + fields.ENTRY_WORDS], self.state[c + fields.SHARED_KEY] = padded // 4 + 4, -1
+        self.state[c + fields.ABOVE] = layout.row_bytes * -(-GROUP // layout.row_bytes)
         self._allocate_frames(c, max(layout.n_stack, 2))
         self._allocate(c, fields.STREAMS, (n, N_STREAM), np.int64)
         self._allocate_scratch(c, SCRATCH_FRAMES)

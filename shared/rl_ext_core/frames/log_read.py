@@ -22,7 +22,9 @@ from rl_ext_core.frames.kernel_primitives import (
 )
 from rl_ext_core.frames.layout import PLANAR
 from rl_ext_core.frames.log_patch import LARGE_FRAME, apply_patch, apply_residuals
+from rl_ext_core.frames.log_quantize import decode_quantized
 from rl_ext_core.frames.log_state import (
+    ABOVE,
     BOUND,
     CAPACITY,
     DELTA,
@@ -35,6 +37,7 @@ from rl_ext_core.frames.log_state import (
     ORDER,
     PADDED_BYTES,
     PAIRS,
+    QUANTIZED,
     RESIDUAL_DELTA,
     RESIDUAL_START,
     SEGMENT_SHIFT,
@@ -126,7 +129,10 @@ def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample,
                 key = entries[age, 3] - int64(load_u32(uint64(contents)))
                 _, _, _, _, source = read_header(address_at(state, key))
                 contents += 4
-            if kind >= RESIDUAL_START:
+            if kind == QUANTIZED:
+                source = first
+                decode_quantized(contents, source, n_bytes, state[c + ABOVE], bound)
+            elif kind >= RESIDUAL_START:
                 target = second if source == first else first
                 apply_residuals(source, contents, size, narrow, target, padded, bound)
                 source = target

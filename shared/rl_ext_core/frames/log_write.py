@@ -10,6 +10,7 @@ and two words with both numbers follow. Entries begin at whole words. By kind, t
 - DELTA: the patch from the previous entry's frame
 - OPAQUE: bytes of a codec
 - RESIDUAL_START, RESIDUAL_DELTA: as START and DELTA, with residuals instead of a patch
+- QUANTIZED: the frame, with an error
 
 A chain is an entry that needs no previous one, and the DELTA entries after it. No entry refers to another segment.
 """
@@ -42,7 +43,9 @@ from rl_ext_core.frames.log_patch import (
     encode_codes,
     encode_patch,
 )
+from rl_ext_core.frames.log_quantize import quantize_frame
 from rl_ext_core.frames.log_state import (
+    ABOVE,
     BACKOFF,
     BLOBS,
     BOUND,
@@ -86,6 +89,7 @@ from rl_ext_core.frames.log_state import (
     PAIRS,
     PIXELS,
     POSITION,
+    QUANTIZED,
     RAW,
     RECORD_HEADER,
     RECORDS,
@@ -121,9 +125,10 @@ _KEY_RENT = 16  # a key is replaced once the patches that start from it have tak
 _MAX_BACKOFF = 7
 # Work memory of a column, in pitches of a padded frame and ``PITCH_SLACK`` bytes; and the parts of it.
 PITCH_SLACK = 64
-SCRATCH_FRAMES, SCRATCH_FRAMES_BOUNDED = 4 + WORK_FRAMES, 8 + WORK_FRAMES
+SCRATCH_FRAMES, SCRATCH_FRAMES_BOUNDED = 4 + WORK_FRAMES, 12 + WORK_FRAMES
 _BASE, _PATCH, _WORK = range(2, 5)  # after two frames
 _RESIDUAL_FRAME, _RESIDUALS = 5 + WORK_FRAMES, 6 + WORK_FRAMES
+_QUANTIZED_FRAME, _QUANTIZED, _LEVELS = range(8 + WORK_FRAMES, 11 + WORK_FRAMES)
 
 
 @inner
@@ -249,12 +254,11 @@ def _append_entry(state, c, env, frame, last, at):  # type: ignore[no-untyped-de
                 continue
             base = _load_key(state, c, key)
         else:
-            tried = in_chain and not skipped
             # No patch at all is a large number here.
-            if opaque or bound == 0 or found & SIZE_MASK <= n_bytes // 3 or not (tried or key >= 0):
+            if opaque or skipped or bound == 0 or found & SIZE_MASK <= n_bytes // 3 or not (in_chain or key >= 0):
                 continue
             base, codes = decoded, work + _RESIDUALS * pitch
-            encode_codes(last if tried else _load_key(state, c, key), frame, codes, decoded, n_bytes, bound)
+            encode_codes(last if in_chain else _load_key(state, c, key), frame, codes, decoded, n_bytes, bound)
             out = codes + n_bytes // 4
         size = encode_patch(base, frame, n_bytes, out, work + _WORK * pitch, bound)
         if attempt == 1:
@@ -262,15 +266,21 @@ def _append_entry(state, c, env, frame, last, at):  # type: ignore[no-untyped-de
         if attempt == 2 and size >= 0:
             size += n_bytes // 4
             if found < 0 or size & SIZE_MASK < found & SIZE_MASK:
-                kind, found, contents = RESIDUAL_DELTA if tried else RESIDUAL_START, size, codes
+                kind, found, contents = RESIDUAL_DELTA if in_chain else RESIDUAL_START, size, codes
         elif size >= 0:
             kind, found, contents = DELTA if attempt == 0 else START, size, out
+    most = n_bytes // 2 if bound else n_bytes
+    failed = found & SIZE_MASK > most
+    if bound and failed and stream[BACKOFF] and not opaque:  # a single frame is not worth the errors
+        out = work + _QUANTIZED * pitch
+        made, levels = work + _QUANTIZED_FRAME * pitch, work + _LEVELS * pitch
+        size = quantize_frame(frame, state[c + FRAME_BYTES], state[c + ABOVE], bound, made, levels, out)
+        if 0 <= size < found & SIZE_MASK:
+            kind, found, contents = QUANTIZED, size, out
     if not opaque and not skipped:
         # After failures in a row, frames are stored whole without a look: 1, 3, 7, 7, ...
-        failed = found < 0 and in_chain
+        failed = failed and in_chain
         stream[BACKOFF] = min(2 * (stream[BACKOFF] >> 4) + 1, _MAX_BACKOFF) << 4 if failed else 0
-    elif kind >= RESIDUAL_START:
-        stream[BACKOFF] = 0
     size, narrow = found & SIZE_MASK, int64(found >= NARROW)
     if found < 0:
         size, narrow = state[c + FRAME_BYTES], 0
@@ -311,6 +321,10 @@ def _decode_newest(state, c, kind, size, narrow, contents, last, frame):  # type
     n_bytes, work = state[c + PADDED_BYTES], state[c + SCRATCH]
     if kind <= KEY_FRAME:
         copy_frame(uint64(last), uint64(frame), n_bytes)
+        return
+    if kind == QUANTIZED:
+        made = work + _QUANTIZED_FRAME * (n_bytes + PITCH_SLACK)
+        copy_frame(uint64(last), uint64(made), state[c + FRAME_BYTES])
         return
     if kind >= RESIDUAL_START:
         copy_frame(uint64(last), uint64(work + _RESIDUAL_FRAME * (n_bytes + PITCH_SLACK)), n_bytes)
