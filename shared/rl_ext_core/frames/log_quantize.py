@@ -1,6 +1,6 @@
 """Quantized frames, for frames of a bounded error whose patches would be long, such as those of a moving camera.
 
-Every byte is rounded to one of the values ``origin + i * (2 * bound + 1)``, so each error is within the bound. The frame
+Every byte is rounded to one of the values ``origin + i * (2 * bound + 1)``, so errors are within the bound. The frame
 is cut into groups of ``GROUP`` bytes. What is stored of a byte is its ``i`` minus that of the byte ``above`` bytes
 before it, modulo 256; or its ``i`` alone in groups that begin before byte ``above``. The contents are
 ``[bits of each group: u8][planes of all groups]``. A plane has one bit for each byte of its group: plane ``p`` has bit
