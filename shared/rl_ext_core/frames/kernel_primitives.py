@@ -53,6 +53,11 @@ def inner(function: Callable[..., Any]) -> Any:
     return njit(no_cpython_wrapper=True, _nrt=False, **_OPTIONS)(function)
 
 
+def specialize(function: Callable[..., Any]) -> Any:
+    """Compile a function that only kernels call, without the branches that an argument of None excludes."""
+    return njit(no_cpython_wrapper=True, _nrt=False, **{**_OPTIONS, "no_rewrites": False})(function)
+
+
 def atomic_kernel(function: Callable[..., Any]) -> Any:
     """Compile a function that Python calls, with the GIL, so that no other thread or signal handler interrupts it."""
     return _compile(function, nogil=False)

@@ -16,7 +16,7 @@ PLANAR, INTERLEAVED = 1, 2
 
 _NEARLY_ALL = 0.75  # share of transitions that must fit a layout; some wrappers reset in the middle of an episode
 _LEAST_ROW = 16  # pixels; an axis at the end that is shorter is that of channels
-MAX_STACK = 255  # because a handle stores the depth of a stack in one byte
+MAX_STACK = 63  # that fits into a pair of the log
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,10 @@ class StackLayout:
         length = self.shape[self.axis]
         if not 1 <= self.n_stack <= MAX_STACK or length % self.n_stack:
             divisors = [d for d in range(1, min(length, MAX_STACK) + 1) if length % d == 0]
+            problem = f"is above {MAX_STACK}" if self.n_stack > MAX_STACK else f"does not divide the {length} channels"
             raise InvalidArgumentError(
-                f"n_stack={self.n_stack} does not divide the {length} channels of an observation of shape "
-                f"{self.shape}: expected one of {divisors}. Pass one of them, or n_stack=None to detect it."
+                f"n_stack={self.n_stack} {problem} in observations of shape {self.shape}: expected one of {divisors}. "
+                "Pass one of them, or n_stack=None to detect it."
             )
 
     @property

@@ -1,10 +1,12 @@
 """Quantized frames, for frames of a bounded error whose patches would be long, such as those of a moving camera.
 
 Every byte is rounded to one of the values ``origin + i * (2 * bound + 1)``, so errors are within the bound. The frame
-is cut into groups of ``GROUP`` bytes. What is stored of a byte is its ``i`` minus that of the byte ``above`` bytes
-before it, modulo 256; or its ``i`` alone in groups that begin before byte ``above``. The contents are
-``[bits of each group: u8][planes of all groups]``. A plane has one bit for each byte of its group: plane ``p`` has bit
-``p`` of the two's complement with that many bits.
+is cut into groups of ``GROUP`` bytes. For each byte, its ``i`` is stored, minus that of the byte ``above`` bytes before
+it, modulo 256. In groups that begin before byte ``above``, ``i`` alone is stored.
+
+The contents are ``[bits of each group: u8][planes of all groups]``. A plane has one bit for each byte of its group.
+Plane ``p`` has bit ``p`` of the two's complement with that many bits. ``origin`` is half of ``255 % (2 * bound + 1)``.
+``above`` is the smallest multiple of a row that is at least ``GROUP``, see ``StackLayout.row_bytes``.
 """
 
 from __future__ import annotations

@@ -99,7 +99,6 @@ _LONG = 0x3FFF  # in a header of one word: size and distance follow in two more 
 # A pair is a transition of an environment: ``position << 23 | chain << 18 | back << 12 | depth << 6 | next_depth``.
 # Position: newest entry of the next observation. Chain: entries since the start of its chain. Back: entries from that
 # of the next observation to that of the observation. Depths: frames that are not padding. 0 means that there is none.
-MAX_STACK = 63
 MAX_CHAIN = 31
 
 
