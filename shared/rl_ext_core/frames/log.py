@@ -34,7 +34,7 @@ from rl_ext_core.frames.log_read import (
     decode_transitions,
     find_handles,
 )
-from rl_ext_core.frames.log_recover import DAMAGED, drop_rows, replay_segment, write_note
+from rl_ext_core.frames.log_recover import DAMAGED, count_records, drop_rows, replay_segment, write_note
 from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, SegmentFile, list_files
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
 from rl_ext_core.frames.log_write import (
@@ -721,6 +721,11 @@ class FrameLog:
         else:
             state[fields.DIED] += 1
         return result
+
+    def count_records(self) -> int:
+        """Return the number of records that were ever completed, as far as the segment replayed last shows."""
+        slot = next(reversed(self._segments))
+        return int(count_records(self.state, slot, self._segments[slot].n_words)) & 0xFFFFFFFF
 
     def check_stored(self) -> None:
         """Drop rows that are not stored any more; raise if one of the others is missing.

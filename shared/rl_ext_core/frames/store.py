@@ -1025,13 +1025,13 @@ def _keep_longest_part(path: Path, options: dict[str, Any], columns: list[Column
                 return log, at + 1 if log.ends_in(files[at].number) or at == first else at
         return log, stop
 
-    best, most, stop, stored = (0, 0), 0, 0, 0
+    best, most, stop, n_records, lost = (0, 0), 0, 0, 0, 0
     while stop < len(files):
         first = stop
         log, stop = replay(first, len(files))
-        stored = max(stored, log.stored)
-        if log.count_newest() >= most:
-            best, most = (first, stop), log.count_newest()
+        n_records = max(n_records, log.count_records())
+        if (n := log.count_newest()) >= most:
+            best, most, lost = (first, stop), n, log.stored - n - log.n_records
     kept = {file.path for file in files[best[0] : best[1]]}
     for found in path.glob("*.log"):
         if found not in kept:
@@ -1040,4 +1040,4 @@ def _keep_longest_part(path: Path, options: dict[str, Any], columns: list[Column
     log.end_here()
     log.drop(log.position, most)
     log.close()
-    return SalvageReport(most, stored - most)
+    return SalvageReport(most, min(n_records + lost, options["capacity"]))

@@ -363,6 +363,23 @@ def test_damaged_folders_are_refused_or_intact(data: st.DataObject, tmp_path_fac
     store.close()
 
 
+@pytest.mark.parametrize("damaged", [3, 17, 29])
+def test_salvage_counts_transitions_behind_the_damage(tmp_path: Path, damaged: int) -> None:
+    store = open_numbered(tmp_path / "a")
+    for number in range(30):
+        add(store, number)
+    store.close()
+    (path,) = tmp_path.rglob("*.log")
+    contents = bytearray(path.read_bytes())
+    at = contents.index(row_data(damaged).tobytes())
+    contents[at] ^= 1
+    path.write_bytes(contents)
+    assert salvage(tmp_path / "a") == (damaged, 30 - damaged)
+    store = open_numbered(tmp_path / "a")
+    assert check_numbered(store) == damaged - 1
+    store.close()
+
+
 def test_full_disk_leaves_the_store_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_ext_core import _system
 
