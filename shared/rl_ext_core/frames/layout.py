@@ -50,10 +50,10 @@ class StackLayout:
         length = self.shape[self.axis]
         if not 1 <= self.n_stack <= MAX_STACK or length % self.n_stack:
             divisors = [d for d in range(1, min(length, MAX_STACK) + 1) if length % d == 0]
-            problem = f"is above {MAX_STACK}" if self.n_stack > MAX_STACK else f"does not divide the {length} channels"
+            problem = f"is above {MAX_STACK}, for" if self.n_stack > MAX_STACK else "does not divide"
             raise InvalidArgumentError(
-                f"n_stack={self.n_stack} {problem} in observations of shape {self.shape}: expected one of {divisors}. "
-                "Pass one of them, or n_stack=None to detect it."
+                f"n_stack={self.n_stack} {problem} the {length} channels of an observation of shape "
+                f"{self.shape}: expected one of {divisors}. Pass one of them, or n_stack=None to detect it."
             )
 
     @property

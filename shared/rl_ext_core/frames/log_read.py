@@ -228,7 +228,7 @@ def _define_decode(bounded):  # type: ignore[no-untyped-def]
     return kernel(decode_transitions)
 
 
-decode_transitions, decode_bounded = _define_decode(None), _define_decode(True)
+decode_transitions, decode_bounded = map(_define_decode, (None, True))
 
 
 @kernel

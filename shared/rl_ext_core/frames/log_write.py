@@ -527,4 +527,4 @@ def _define_push(bounded):  # type: ignore[no-untyped-def]
     return atomic_kernel(push)
 
 
-push, push_bounded = _define_push(None), _define_push(True)
+push, push_bounded = map(_define_push, (None, True))
