@@ -723,7 +723,7 @@ class FrameLog:
         return result
 
     def count_records(self) -> int:
-        """Return the number of records that were ever completed, as far as the segment replayed last shows."""
+        """Return the number of completed records, with those behind damage in the segment that was replayed last."""
         slot = next(reversed(self._segments))
         return int(count_records(self.state, slot, self._segments[slot].n_words)) & 0xFFFFFFFF
 

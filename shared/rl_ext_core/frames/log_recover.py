@@ -119,7 +119,7 @@ def replay_segment(state, slot, n_words, expected):  # type: ignore[no-untyped-d
 
 @kernel
 def count_records(state, slot, n_words):  # type: ignore[no-untyped-def]
-    """Return the number of records that were ever completed, as far as a segment shows in spite of damage.
+    """Return the number of completed records, with those behind damage in a segment.
 
     :param slot, n_words: As for :func:`replay_segment`, which has replayed this segment last.
     """
