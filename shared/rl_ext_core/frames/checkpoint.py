@@ -15,6 +15,8 @@ import numpy as np
 from rl_ext_core._interrupts import run_pending_handlers
 from rl_ext_core.errors import CorruptFileError, MissingDependencyError, RlExtError, StorageError
 
+FORMAT = 1  # of folders, their segments, and pickles of stores
+
 
 def checksum(state: Any) -> int:
     """Return the CRC-32 of nested containers of arrays and plain values.

@@ -140,7 +140,8 @@ class GpuDecoder:
         :return: Buffer on the GPU; places of both tables, and the end of the second one; whether stacks have padding.
         """
         from rl_ext_core.frames.gather import N_CHAIN, N_ENTRY, N_RECENT, gather_entries
-        from rl_ext_core.frames.log_state import MAX_CHAIN, MAX_STACK
+        from rl_ext_core.frames.layout import MAX_STACK
+        from rl_ext_core.frames.log_state import MAX_CHAIN
         from rl_ext_core.frames.memory import address_of
 
         handles, n_stack = np.ascontiguousarray(handles, dtype=np.int64), log.columns[number].layout.n_stack

@@ -53,6 +53,11 @@ def inner(function: Callable[..., Any]) -> Any:
     return njit(no_cpython_wrapper=True, _nrt=False, **_OPTIONS)(function)
 
 
+def specialize(function: Callable[..., Any]) -> Any:
+    """Compile a function that only kernels call, without the branches that an argument of None excludes."""
+    return njit(no_cpython_wrapper=True, _nrt=False, **{**_OPTIONS, "no_rewrites": False})(function)
+
+
 def atomic_kernel(function: Callable[..., Any]) -> Any:
     """Compile a function that Python calls, with the GIL, so that no other thread or signal handler interrupts it."""
     return _compile(function, nogil=False)
@@ -141,6 +146,7 @@ load_u64 = _define_load(64, types.uint64)
 store_u8 = _define_store(8, types.uint8)
 store_u16 = _define_store(16, types.uint16)
 store_u32 = _define_store(32, types.uint32)
+store_u64 = _define_store(64, types.uint64)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -15,7 +15,8 @@ from rl_ext_core.errors import InvalidArgumentError
 PLANAR, INTERLEAVED = 1, 2
 
 _NEARLY_ALL = 0.75  # share of transitions that must fit a layout; some wrappers reset in the middle of an episode
-MAX_STACK = 255  # because a handle stores the depth of a stack in one byte
+_LEAST_ROW = 16  # pixels; an axis at the end that is shorter is that of channels
+MAX_STACK = 63  # that fits into a pair of the log
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,9 @@ class StackLayout:
         length = self.shape[self.axis]
         if not 1 <= self.n_stack <= MAX_STACK or length % self.n_stack:
             divisors = [d for d in range(1, min(length, MAX_STACK) + 1) if length % d == 0]
+            problem = f"is above {MAX_STACK}, for" if self.n_stack > MAX_STACK else "does not divide"
             raise InvalidArgumentError(
-                f"n_stack={self.n_stack} does not divide the {length} channels of an observation of shape "
+                f"n_stack={self.n_stack} {problem} the {length} channels of an observation of shape "
                 f"{self.shape}: expected one of {divisors}. Pass one of them, or n_stack=None to detect it."
             )
 
@@ -68,6 +70,14 @@ class StackLayout:
     def frame_bytes(self) -> int:
         """Size of one frame in bytes."""
         return self.stack_bytes // self.n_stack
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of one row of a frame, an image, in bytes."""
+        lengths = list(self.shape)
+        lengths[self.axis] //= self.n_stack
+        is_channel_last = len(lengths) > 1 and lengths[-1] < _LEAST_ROW
+        return math.prod(lengths[-2 if is_channel_last else -1 :]) * self.dtype.itemsize
 
     @property
     def frame_channels(self) -> int:

@@ -25,11 +25,27 @@ from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import log_state as fields
 from rl_ext_core.frames.layout import INTERLEAVED, PLANAR, StackLayout, shared_byte_mask
 from rl_ext_core.frames.log_patch import LARGE_FRAME, PADDING, WORK_SLACK
-from rl_ext_core.frames.log_read import OPAQUE_FIELDS, are_inside, decode_transitions, find_handles
-from rl_ext_core.frames.log_recover import DAMAGED, drop_rows, replay_segment, write_note
+from rl_ext_core.frames.log_quantize import GROUP
+from rl_ext_core.frames.log_read import (
+    OPAQUE_FIELDS,
+    are_inside,
+    count_scratch_bytes,
+    decode_bounded,
+    decode_transitions,
+    find_handles,
+)
+from rl_ext_core.frames.log_recover import DAMAGED, count_records, drop_rows, replay_segment, write_note
 from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, SegmentFile, list_files
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
-from rl_ext_core.frames.log_write import NEEDS_SEGMENT, SCRATCH_FRAMES, SCRATCH_FRAMES_BOUNDED, header_words, push
+from rl_ext_core.frames.log_write import (
+    NEEDS_SEGMENT,
+    PITCH_SLACK,
+    SCRATCH_FRAMES,
+    SCRATCH_FRAMES_BOUNDED,
+    header_words,
+    push,
+    push_bounded,
+)
 from rl_ext_core.frames.memory import address_of, out_of_memory_error, round_to_pages
 from rl_ext_core.frames.shared_memory import MemoryFile, count_bytes
 
@@ -82,11 +98,13 @@ class Column(NamedTuple):
     :ivar layout: How a stack is made of frames.
     :ivar max_error: Largest error per byte; 0 is exact.
     :ivar patches: Whether frames are stored as patches, if these are smaller.
+    :ivar is_waiting: Whether a log with an error will follow, whose kernels can be used for this one.
     """
 
     layout: StackLayout
     max_error: int = 0
     patches: bool = True
+    is_waiting: bool = False
 
 
 class FrameLog:
@@ -129,7 +147,9 @@ class FrameLog:
         self.state = np.zeros(N_LOG + N_COLUMN * len(columns), dtype=np.int64)
         self.pairs = _allocate_zeros((capacity, n_envs, len(columns)), np.int64)
         self.rows = _allocate_zeros((capacity, row_bytes), np.uint8) if rows is None else rows
-        self._is_prepared = [False] * len(columns)
+        self._is_prepared, self._scratch_bytes = [False] * len(columns), list[int]()
+        is_exact = not any(column.max_error or column.is_waiting for column in columns)
+        self._push_rows, self._decode = (push, decode_transitions) if is_exact else (push_bounded, decode_bounded)
         self.is_in_place: Callable[[], bool] = lambda: True
         self._memory: dict[tuple[int, int], Array] = {}
         self._segments: dict[int, Segment] = {}
@@ -168,10 +188,16 @@ class FrameLog:
         # Patches of large frames take long to apply, but little memory compared with the frames.
         self.state[c + fields.BUDGET] = n_bytes // 3 if padded > LARGE_FRAME else n_bytes
         self.state[c + fields.ENTRY_WORDS], self.state[c + fields.SHARED_KEY] = padded // 4 + 4, -1
+        self.state[c + fields.ABOVE] = layout.row_bytes * -(-GROUP // layout.row_bytes)
         self._allocate_frames(c, max(layout.n_stack, 2))
         self._allocate(c, fields.STREAMS, (n, N_STREAM), np.int64)
-        self._allocate_scratch(c, SCRATCH_FRAMES)
-        self.set_max_error(column.max_error, c)
+        n_frames = SCRATCH_FRAMES_BOUNDED if column.max_error else SCRATCH_FRAMES
+        self._allocate(c, fields.SCRATCH, (n_frames * (padded + PITCH_SLACK) + WORK_SLACK,))
+        is_planar = bool(self.state[c + fields.ORDER] == PLANAR)
+        self._scratch_bytes.append(count_scratch_bytes(layout.n_stack, padded, planar=is_planar))
+        self.state[c + fields.BOUND] = column.max_error
+        if column.max_error:
+            self._allocate(c, fields.DECODED, (n * padded + 64,))
 
     def _allocate_frames(self, c: int, n_slots: int) -> None:
         """Allocate memory for the newest frames of the streams of a column."""
@@ -187,19 +213,6 @@ class FrameLog:
         if layout.n_stack != 4 or layout.frame_bytes != layout.pixels:  # stacks are kept, too
             self._close_segment()  # the newest frames are not known any more
             self._allocate_frames(c, layout.n_stack + 1)
-
-    def _allocate_scratch(self, c: int, n_frames: int) -> None:
-        """Allocate work memory of a column."""
-        n_bytes = n_frames * (int(self.state[c + fields.PADDED_BYTES]) + 64) + WORK_SLACK
-        self._allocate(c, fields.SCRATCH, (n_bytes,))
-
-    def set_max_error(self, max_error: int, c: int = N_LOG) -> None:
-        """Set the largest error per byte for the frames that are added from now on, which must have been 0 before."""
-        if max_error:
-            self._allocate_scratch(c, SCRATCH_FRAMES_BOUNDED)
-            self._allocate(c, fields.DECODED, (self.n_streams * int(self.state[c + fields.PADDED_BYTES]) + 64,))
-        self.state[c + fields.BOUND] = max_error
-        self.state[fields.END] = 0  # the decoded frames of the open segment are not known
 
     def _resize_tables(self, n_slots: int) -> None:
         """Make the tables of segments longer."""
@@ -250,10 +263,10 @@ class FrameLog:
         :raises StorageError: If the disk is full. Nothing was written.
         """
         self._numbers[fields.ROW_INPUT], self._numbers[fields.DATA_INPUT] = row, data
-        result = push(self.state)
+        result = self._push_rows(self.state)
         if result == NEEDS_SEGMENT:
             self._open_segment()
-            result = push(self.state)
+            result = self._push_rows(self.state)
             start = self.state[fields.NEXT] >> self.state[fields.SEGMENT_SHIFT] << self.state[fields.SEGMENT_SHIFT]
             # The size of its first record is known only now.
             self.state[fields.END] = min(self.state[fields.END], start + self._choose_words())
@@ -297,7 +310,7 @@ class FrameLog:
             state[c + fields.NEW_FRAMES] = address_of(memory)
             places[number] = memory[kept:].reshape(-1, n_bytes)
         try:
-            push(state)
+            self._push_rows(state)
             new = {}
             for number, frames in places.items():
                 n_bytes = int(state[N_LOG + N_COLUMN * number + fields.NEW_FRAMES]) - address_of(frames)
@@ -384,8 +397,9 @@ class FrameLog:
         """
         n_stack = self.columns[number].layout.n_stack
         entries = np.empty((2 * n_stack * (stop - start), OPAQUE_FIELDS), np.int64) if opaque else _NO_ENTRIES
+        scratch = np.empty(self._scratch_bytes[number], np.uint8)
         outs = observations, next_observations
-        n = decode_transitions(self.state, number, rows, envs, start, stop, *outs, entries)
+        n = self._decode(self.state, number, rows, envs, start, stop, *outs, entries, address_of(scratch))
         return entries[:n]
 
     def find_handles(self, number: int, rows: Array, envs: Array) -> tuple[Array, Array]:
@@ -707,6 +721,11 @@ class FrameLog:
         else:
             state[fields.DIED] += 1
         return result
+
+    def count_records(self) -> int:
+        """Return the number of completed records, with those behind damage in the segment that was replayed last."""
+        slot = next(reversed(self._segments))
+        return int(count_records(self.state, slot, self._segments[slot].n_words)) & 0xFFFFFFFF
 
     def check_stored(self) -> None:
         """Drop rows that are not stored any more; raise if one of the others is missing.

@@ -27,11 +27,10 @@ import numpy.typing as npt
 
 from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
-from rl_ext_core.frames.checkpoint import checksum, format_error
+from rl_ext_core.frames.checkpoint import FORMAT, checksum, format_error
 from rl_ext_core.frames.memory import as_storage_error, storage_error
 from rl_ext_core.resources import check_folder
 
-FORMAT_VERSION = 9
 MANIFEST = "store.json"
 _GENERATION = re.compile(r"log-(\d{4})")
 _ARRAY = re.compile(r"array-([a-z_]+)")
@@ -145,7 +144,7 @@ class LogFolder:
         generations = _generations(self.path)
         settings, current = None, -1
         if manifest.exists():
-            found = read_json(manifest, FORMAT_VERSION)
+            found = read_json(manifest, FORMAT)
             with as_corrupt_file(f"{manifest} is"):
                 options, settings = found["options"], found["settings"]
                 self.identity, current = found["identity"], index(found["generation"])
@@ -167,7 +166,7 @@ class LogFolder:
     def reset(self) -> None:
         """Delete the store in the folder, which stays open."""
         if self._generation >= 0:
-            fields = {"format": FORMAT_VERSION, "identity": self.identity, "options": self.options, "settings": None}
+            fields = {"format": FORMAT, "identity": self.identity, "options": self.options, "settings": None}
             write_json(self.path / MANIFEST, {**fields, "generation": -1})
         self.settings, self._generation = self._read(True)
 
@@ -200,7 +199,7 @@ class LogFolder:
 
     def use(self, settings: dict[str, Any]) -> None:
         """Make the new folder of segments the current one, with these settings."""
-        fields = {"format": FORMAT_VERSION, "identity": self.identity, "options": self.options, "settings": settings}
+        fields = {"format": FORMAT, "identity": self.identity, "options": self.options, "settings": settings}
         try:
             write_json(self.path / MANIFEST, {**fields, "generation": self._generation + 1})
         except OSError as error:
@@ -287,7 +286,7 @@ def copy_folder(source: Path, target: Path) -> None:
     :raises StorageError: If a file cannot be copied.
     """
     try:
-        generation = read_json(source / MANIFEST, FORMAT_VERSION)["generation"]
+        generation = read_json(source / MANIFEST, FORMAT)["generation"]
         target.mkdir(parents=True)
         _copy_segments(_generation_path(source, generation), _generation_path(target, generation))
         for path in source.iterdir():
@@ -311,7 +310,7 @@ def restore_folder(source: Path, target: Path) -> None:
     descriptor = _open_lock_file(target / "lock")
     try:
         with as_storage_error(target, doing="write"):
-            found = read_json(source / MANIFEST, FORMAT_VERSION)
+            found = read_json(source / MANIFEST, FORMAT)
             new = max([-1, *_generations(target)]) + 1
             _copy_segments(_generation_path(source, found["generation"]), _generation_path(target, new))
             write_json(target / MANIFEST, {**found, "generation": new})

@@ -6,7 +6,6 @@ at the positions of the rows before theirs in the table of pairs.
 
 from __future__ import annotations
 
-import numpy as np
 from numba import int64, uint64
 
 from rl_ext_core.frames.interleave import interleave_frames
@@ -17,12 +16,15 @@ from rl_ext_core.frames.kernel_primitives import (
     kernel,
     load_u32,
     prefetch,
+    specialize,
     uint8s,
     zero_bytes,
 )
 from rl_ext_core.frames.layout import PLANAR
 from rl_ext_core.frames.log_patch import LARGE_FRAME, apply_patch, apply_residuals
+from rl_ext_core.frames.log_quantize import decode_quantized
 from rl_ext_core.frames.log_state import (
+    ABOVE,
     BOUND,
     CAPACITY,
     DELTA,
@@ -35,6 +37,7 @@ from rl_ext_core.frames.log_state import (
     ORDER,
     PADDED_BYTES,
     PAIRS,
+    QUANTIZED,
     RESIDUAL_DELTA,
     RESIDUAL_START,
     SEGMENT_SHIFT,
@@ -79,15 +82,16 @@ def _prefetch_sample(state, pairs, at, step):  # type: ignore[no-untyped-def]
             return
 
 
-@inner
-def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample, opaque, n_opaque):  # type: ignore[no-untyped-def]
+@specialize
+def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample, opaque, n_opaque, bounded):  # type: ignore[no-untyped-def]
     """Decode one transition.
 
-    :param entries: Scratch array, shape ``(_MAX_ENTRIES, 4)``.
+    :param entries: Scratch array, four numbers per entry.
     :param work: Address of work memory: two frames, a frame of zeros, then frames for interleaving.
     :param places: Scratch array, shape ``(n_stack + 2 * n_stack,)``.
     :param out, next_out: Addresses of the observation and of the next observation; 0 for one that is not wanted.
     :param opaque: Output, see ``OPAQUE_FIELDS``.
+    :param bounded: None to compile only what exact frames need, else True.
     :return: Number of opaque entries.
     """
     n_stack, n_bytes, padded = state[c + N_STACK], state[c + FRAME_BYTES], state[c + PADDED_BYTES]
@@ -97,7 +101,8 @@ def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample,
     needed, n = max(next_depth, back + depth), 0
     while True:
         kind, narrow, size, distance, contents = read_header(address_at(state, position))
-        entries[n, 0], entries[n, 1], entries[n, 2], entries[n, 3] = kind, size << 1 | narrow, contents, position
+        k = 4 * n
+        entries[k], entries[k + 1], entries[k + 2], entries[k + 3] = kind, size << 1 | narrow, contents, position
         n += 1
         if n >= needed and kind != DELTA and kind != RESIDUAL_DELTA:
             break
@@ -115,22 +120,26 @@ def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample,
     if depth > 0 and back + depth >= next_depth:
         home = out + (n_stack - depth) * n_bytes
     for age in range(n - 1, -1, -1):
-        kind, size, contents = entries[age, 0], entries[age, 1] >> 1, entries[age, 2]
+        kind, size, contents = entries[4 * age], entries[4 * age + 1] >> 1, entries[4 * age + 2]
         place, next_place = n_stack - 1 - (age - back), n_stack - 1 - age
         wanted, next_wanted = n_stack - depth <= place < n_stack, age < next_depth
         if kind <= KEY_FRAME:
             source = contents
         elif kind != OPAQUE:
-            narrow = entries[age, 1] & 1
+            narrow = entries[4 * age + 1] & 1
             if kind == START or kind == RESIDUAL_START:  # noqa: SIM109
-                key = entries[age, 3] - int64(load_u32(uint64(contents)))
+                key = entries[4 * age + 3] - int64(load_u32(uint64(contents)))
                 _, _, _, _, source = read_header(address_at(state, key))
                 contents += 4
-            if kind >= RESIDUAL_START:
-                target = second if source == first else first
-                apply_residuals(source, contents, size, narrow, target, padded, bound)
-                source = target
-            elif size:
+            if bounded is not None:  # noqa: SIM102
+                if kind >= RESIDUAL_START:
+                    target = second if source == first else first
+                    if kind == QUANTIZED:
+                        decode_quantized(contents, target, n_bytes, state[c + ABOVE], bound)
+                    else:
+                        apply_residuals(source, contents, size, narrow, target, padded, bound)
+                    source, size = target, 0
+            if size:
                 target = first
                 if is_direct:
                     target = out + place * n_bytes if wanted else next_out + next_place * n_bytes
@@ -169,43 +178,57 @@ def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample,
     return n_opaque
 
 
-@kernel
-def decode_transitions(state, number, rows, envs, start, stop, out, next_out, opaque):  # type: ignore[no-untyped-def]
-    """Decode a part of a batch.
+def count_scratch_bytes(n_stack: int, padded: int, *, planar: bool) -> int:
+    """Return the size of the work memory that a column's transitions are decoded in."""
+    return 32 * (_MAX_ENTRIES + n_stack) + (3 if planar else 3 + 2 * n_stack) * (padded + 64) + 64
 
-    :param number: Number of the column.
-    :param rows: Rows of the ring; or, if ``envs`` is empty, pairs.
-    :param envs: Environments, shape ``(batch,)``.
-    :param start, stop: StoredPart of the batch.
-    :param out, next_out: Addresses of the observations and of the next observations of the whole batch, or 0.
-    :param opaque: Output, see ``OPAQUE_FIELDS``.
-    :return: Number of opaque entries.
+
+def _define_decode(bounded):  # type: ignore[no-untyped-def]
+    """Define ``decode_transitions``.
+
+    :param bounded: None for a log of exact frames, else True.
     """
-    c = column_start(number)
-    n_stack, n_bytes = state[c + N_STACK], state[c + N_STACK] * state[c + FRAME_BYTES]
-    pitch, n_opaque = state[c + PADDED_BYTES] + 64, int64(0)
-    entries, places = np.empty((_MAX_ENTRIES, 4), np.int64), np.empty(4 * n_stack, np.int64)
-    memory = np.empty((3 if state[c + ORDER] == PLANAR else 3 + 2 * n_stack) * pitch + 64, np.uint8)
-    work = int64(memory.ctypes.data)
-    uint8s(work + 2 * pitch, pitch)[:] = 0
-    step, n_envs = state[N_ENVS] * state[N_COLUMNS], state[N_ENVS]
-    pairs = int64s(state[PAIRS], state[CAPACITY] * step)
-    direct = len(envs) == 0
-    for i in range(start, stop):
-        if not direct and (i - start) % _AHEAD == 0:
-            for k in range(i, min(i + _AHEAD, stop)):
-                _prefetch_sample(state, pairs, (rows[k] * n_envs + envs[k]) * state[N_COLUMNS] + number, step)
-        pair = rows[i] if direct else pairs[(rows[i] * n_envs + envs[i]) * state[N_COLUMNS] + number]
-        to, next_to = out + i * n_bytes if out else int64(0), next_out + i * n_bytes if next_out else int64(0)
-        if pair == 0:
-            if to:
-                zero_bytes(uint64(to), n_bytes)
-            if next_to:
-                zero_bytes(uint64(next_to), n_bytes)
-            continue
-        n_opaque = _decode_sample(state, c, pair, entries, work, places, to, next_to, i, opaque, n_opaque)
-    memory[0] = 0  # numba frees an array after its last use, and does not see that addresses refer to it
-    return n_opaque
+
+    def decode_transitions(state, number, rows, envs, start, stop, out, next_out, opaque, scratch):  # type: ignore[no-untyped-def]
+        """Decode a part of a batch.
+
+        :param number: Number of the column.
+        :param rows: Rows of the ring; or, if ``envs`` is empty, pairs.
+        :param envs: Environments, shape ``(batch,)``.
+        :param start, stop: Part of the batch.
+        :param out, next_out: Addresses of the observations and of the next observations of the whole batch, or 0.
+        :param opaque: Output, see ``OPAQUE_FIELDS``.
+        :param scratch: Address of work memory, see :func:`count_scratch_bytes`.
+        :return: Number of opaque entries.
+        """
+        c = column_start(number)
+        n_stack, n_bytes = state[c + N_STACK], state[c + N_STACK] * state[c + FRAME_BYTES]
+        pitch, n_opaque = state[c + PADDED_BYTES] + 64, int64(0)
+        entries, places = int64s(scratch, 4 * _MAX_ENTRIES), int64s(scratch + 32 * _MAX_ENTRIES, 4 * n_stack)
+        work = scratch + 32 * (_MAX_ENTRIES + n_stack)
+        uint8s(work + 2 * pitch, pitch)[:] = 0
+        step, n_envs = state[N_ENVS] * state[N_COLUMNS], state[N_ENVS]
+        pairs = int64s(state[PAIRS], state[CAPACITY] * step)
+        direct = len(envs) == 0
+        for i in range(start, stop):
+            if not direct and (i - start) % _AHEAD == 0:
+                for k in range(i, min(i + _AHEAD, stop)):
+                    _prefetch_sample(state, pairs, (rows[k] * n_envs + envs[k]) * state[N_COLUMNS] + number, step)
+            pair = rows[i] if direct else pairs[(rows[i] * n_envs + envs[i]) * state[N_COLUMNS] + number]
+            to, next_to = out + i * n_bytes if out else int64(0), next_out + i * n_bytes if next_out else int64(0)
+            if pair == 0:
+                if to:
+                    zero_bytes(uint64(to), n_bytes)
+                if next_to:
+                    zero_bytes(uint64(next_to), n_bytes)
+                continue
+            n_opaque = _decode_sample(state, c, pair, entries, work, places, to, next_to, i, opaque, n_opaque, bounded)
+        return n_opaque
+
+    return kernel(decode_transitions)
+
+
+decode_transitions, decode_bounded = map(_define_decode, (None, True))
 
 
 @kernel

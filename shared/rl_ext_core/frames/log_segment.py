@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError
+from rl_ext_core.frames.checkpoint import FORMAT, format_error
 from rl_ext_core.frames.log_state import SEGMENT_HEADER
 from rl_ext_core.frames.memory import address_of, as_storage_error, out_of_memory_error, storage_error
 
-FORMAT = 1
 _MAGIC = 0x4C584C52
 _HEADER = struct.Struct("<IIQI")  # magic number, format, number of the segment, words
 SLACK_BYTES = 128  # readable bytes behind the contents, because kernels read in units of up to 32 bytes
@@ -127,10 +127,7 @@ def list_files(folder: Path, *, repair: bool = False, has_gaps: bool = False) ->
             continue
         magic, version, number, n_words = _HEADER.unpack(header)
         if magic == _MAGIC and version != FORMAT and not repair:
-            raise CorruptFileError(
-                f"{path} has format {version}, but this version reads {FORMAT}. Open the folder with the version of "
-                "rl-ext that wrote it"
-            )
+            raise format_error(path, version, FORMAT)
         size = path.stat().st_size
         is_right = magic == _MAGIC and version == FORMAT and number == int(path.stem) and n_words >= SEGMENT_HEADER
         is_whole = size >= 4 * n_words + SLACK_BYTES

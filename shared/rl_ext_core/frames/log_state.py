@@ -63,6 +63,7 @@ N_LOG = 24
     CHAIN,  # largest number of entries per chain; 0 to store whole frames
     BUDGET,  # bytes of patches after which a chain ends
     ENTRY_WORDS,  # largest number of words per entry
+    ABOVE,  # distance in bytes to the one that predicts a byte of a quantized frame
     SHARED_KEY,  # first key in the open segment, -1 if there is none
     BLOBS,  # address of the opaque entries of this push, 0 if frames are patched
     NEW_FRAMES,  # address to which new frames are copied instead of being written, 0 usually
@@ -70,8 +71,8 @@ N_LOG = 24
     OBS_ORDER,
     NEXT_INPUT,
     NEXT_ORDER,
-) = range(24)
-N_COLUMN = 24
+) = range(25)
+N_COLUMN = 25
 
 # Numbers of a stream, which is the sequence of frames of one environment.
 (
@@ -89,7 +90,7 @@ N_COLUMN = 24
 N_STREAM = 10
 
 # Kinds of entries.
-RAW, KEY_FRAME, START, DELTA, OPAQUE, RESIDUAL_START, RESIDUAL_DELTA = range(7)
+RAW, KEY_FRAME, START, DELTA, OPAQUE, RESIDUAL_START, RESIDUAL_DELTA, QUANTIZED = range(8)
 SEGMENT_HEADER = 8  # words
 RECORD_HEADER = 5  # words
 SIZE_BITS = (1 << 31) - 1  # of the first word of a record; the other bit says whether it is a transition
@@ -98,7 +99,6 @@ _LONG = 0x3FFF  # in a header of one word: size and distance follow in two more 
 # A pair is a transition of an environment: ``position << 23 | chain << 18 | back << 12 | depth << 6 | next_depth``.
 # Position: newest entry of the next observation. Chain: entries since the start of its chain. Back: entries from that
 # of the next observation to that of the observation. Depths: frames that are not padding. 0 means that there is none.
-MAX_STACK = 63
 MAX_CHAIN = 31
 
 

@@ -20,7 +20,7 @@ from rl_ext_core.frames.log_patch import PADDING
 from rl_ext_core.frames.log_state import N_LOG
 from rl_ext_core.frames.memory import address_of
 from rl_ext_core.frames.shared_memory import MemoryFile
-from rl_ext_core.frames.store import Observation, StoredPart, _encode_frame, decode_batch, limit_stack, load_kernels
+from rl_ext_core.frames.store import Observation, StoredPart, _encode_frame, decode_batch, load_kernels
 
 _COPY_BATCH = 64  # rows that are copied, or used to detect the layout
 _LAST_CHECK = 4096  # puts of rows after which the layout is not detected any more
@@ -88,7 +88,7 @@ class FrameTable:
 
     def _new_log(self) -> FrameLog:
         """Create an empty log for the current layout."""
-        load_kernels()
+        load_kernels(int(self.part.max_error > 0))
         layout, part = self.part.layout, self.part
         padded = -(-layout.frame_bytes // PADDING) * PADDING
         n_bytes = (layout.n_stack + 1 + part.column.max_error) * padded
@@ -514,9 +514,9 @@ def find_stack_layout(layout: StackLayout, stacks: Array, nexts: Array | None) -
     shape, dtype = layout.shape, layout.dtype
     stacks, unstacked = stacks[:_COPY_BATCH], None
     if nexts is not None:
-        return limit_stack(find_layout(shape, dtype, stacks, nexts[:_COPY_BATCH]))
+        return find_layout(shape, dtype, stacks, nexts[:_COPY_BATCH])
     for distance in range(1, len(stacks) // 2 + 1):  # the next stack comes later if environments take turns
-        found = limit_stack(find_layout(shape, dtype, stacks[:-distance], stacks[distance:]))
+        found = find_layout(shape, dtype, stacks[:-distance], stacks[distance:])
         if found is not None and found.n_stack > 1:
             return found
         unstacked = unstacked or found

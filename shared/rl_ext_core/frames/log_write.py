@@ -10,6 +10,7 @@ and two words with both numbers follow. Entries begin at whole words. By kind, t
 - DELTA: the patch from the previous entry's frame
 - OPAQUE: bytes of a codec
 - RESIDUAL_START, RESIDUAL_DELTA: as START and DELTA, with residuals instead of a patch
+- QUANTIZED: the frame, with an error
 
 A chain is an entry that needs no previous one, and the DELTA entries after it. No entry refers to another segment.
 """
@@ -30,6 +31,7 @@ from rl_ext_core.frames.kernel_primitives import (
     int64s,
     mix_word,
     publish_u32,
+    specialize,
     uint32s,
     zero_bytes,
 )
@@ -42,7 +44,9 @@ from rl_ext_core.frames.log_patch import (
     encode_codes,
     encode_patch,
 )
+from rl_ext_core.frames.log_quantize import quantize_frame
 from rl_ext_core.frames.log_state import (
+    ABOVE,
     BACKOFF,
     BLOBS,
     BOUND,
@@ -86,6 +90,7 @@ from rl_ext_core.frames.log_state import (
     PAIRS,
     PIXELS,
     POSITION,
+    QUANTIZED,
     RAW,
     RECORD_HEADER,
     RECORDS,
@@ -121,9 +126,10 @@ _KEY_RENT = 16  # a key is replaced once the patches that start from it have tak
 _MAX_BACKOFF = 7
 # Work memory of a column, in pitches of a padded frame and ``PITCH_SLACK`` bytes; and the parts of it.
 PITCH_SLACK = 64
-SCRATCH_FRAMES, SCRATCH_FRAMES_BOUNDED = 4 + WORK_FRAMES, 8 + WORK_FRAMES
+SCRATCH_FRAMES, SCRATCH_FRAMES_BOUNDED = 4 + WORK_FRAMES, 12 + WORK_FRAMES
 _BASE, _PATCH, _WORK = range(2, 5)  # after two frames
 _RESIDUAL_FRAME, _RESIDUALS = 5 + WORK_FRAMES, 6 + WORK_FRAMES
+_QUANTIZED_FRAME, _QUANTIZED, _LEVELS = range(8 + WORK_FRAMES, 11 + WORK_FRAMES)
 
 
 @inner
@@ -207,14 +213,17 @@ def _load_key(state, c, key):  # type: ignore[no-untyped-def]
     return base
 
 
-@inner
-def _append_entry(state, c, env, frame, last, at):  # type: ignore[no-untyped-def]
+@specialize
+def _append_entry(state, c, env, frame, last, at, bounded):  # type: ignore[no-untyped-def]
     """Write the entry of a new frame of a stream; return the position behind it.
 
     :param frame, last: Addresses of the frame and of the one before, padded with zeros.
     :param at: Position to write to.
+    :param bounded: None to compile only what exact frames need, else True.
     """
-    stream, n_bytes, bound = int64s(stream_of(state, c, env), N_STREAM), state[c + PADDED_BYTES], state[c + BOUND]
+    stream, n_bytes, bound = int64s(stream_of(state, c, env), N_STREAM), state[c + PADDED_BYTES], int64(0)
+    if bounded is not None:
+        bound = state[c + BOUND]
     if state[c + NEW_FRAMES]:
         copy_frame(uint64(state[c + NEW_FRAMES]), uint64(frame), state[c + FRAME_BYTES])
         state[c + NEW_FRAMES] += state[c + FRAME_BYTES]
@@ -249,28 +258,36 @@ def _append_entry(state, c, env, frame, last, at):  # type: ignore[no-untyped-de
                 continue
             base = _load_key(state, c, key)
         else:
-            tried = in_chain and not skipped
             # No patch at all is a large number here.
-            if opaque or bound == 0 or found & SIZE_MASK <= n_bytes // 3 or not (tried or key >= 0):
+            if opaque or skipped or bound == 0 or found & SIZE_MASK <= n_bytes // 3 or not (in_chain or key >= 0):
                 continue
             base, codes = decoded, work + _RESIDUALS * pitch
-            encode_codes(last if tried else _load_key(state, c, key), frame, codes, decoded, n_bytes, bound)
             out = codes + n_bytes // 4
+            if bounded is not None:
+                previous = last if in_chain else _load_key(state, c, key)
+                encode_codes(previous, frame, codes, decoded, n_bytes, bound)
         size = encode_patch(base, frame, n_bytes, out, work + _WORK * pitch, bound)
         if attempt == 1:
             stream[KEY_BYTES] += n_bytes // 8 if size < 0 else size & SIZE_MASK
         if attempt == 2 and size >= 0:
             size += n_bytes // 4
             if found < 0 or size & SIZE_MASK < found & SIZE_MASK:
-                kind, found, contents = RESIDUAL_DELTA if tried else RESIDUAL_START, size, codes
+                kind, found, contents = RESIDUAL_DELTA if in_chain else RESIDUAL_START, size, codes
         elif size >= 0:
             kind, found, contents = DELTA if attempt == 0 else START, size, out
+    most = n_bytes // 2 if bound else n_bytes
+    failed = found & SIZE_MASK > most
+    if bounded is not None:  # noqa: SIM102
+        if bound and failed and stream[BACKOFF] and not opaque:  # a single frame is not worth the errors
+            out = work + _QUANTIZED * pitch
+            made, levels = work + _QUANTIZED_FRAME * pitch, work + _LEVELS * pitch
+            size = quantize_frame(frame, state[c + FRAME_BYTES], state[c + ABOVE], bound, made, levels, out)
+            if 0 <= size < found & SIZE_MASK:
+                kind, found, contents = QUANTIZED, size, out
     if not opaque and not skipped:
         # After failures in a row, frames are stored whole without a look: 1, 3, 7, 7, ...
-        failed = found < 0 and in_chain
+        failed = failed and in_chain
         stream[BACKOFF] = min(2 * (stream[BACKOFF] >> 4) + 1, _MAX_BACKOFF) << 4 if failed else 0
-    elif kind >= RESIDUAL_START:
-        stream[BACKOFF] = 0
     size, narrow = found & SIZE_MASK, int64(found >= NARROW)
     if found < 0:
         size, narrow = state[c + FRAME_BYTES], 0
@@ -284,8 +301,9 @@ def _append_entry(state, c, env, frame, last, at):  # type: ignore[no-untyped-de
         end += 1
     copy_frame(uint64(address_at(state, end)), uint64(contents), size)
     end += (size + 3) // 4
-    if bound and not opaque:
-        _decode_newest(state, c, kind, size, narrow, contents, last, frame)
+    if bounded is not None:  # noqa: SIM102
+        if bound and not opaque:
+            _decode_newest(state, c, kind, size, narrow, contents, last, frame)
     if kind == KEY_FRAME:
         stream[KEY], stream[KEY_BYTES] = at, 0
         if state[c + SHARED_KEY] < 0:
@@ -312,6 +330,10 @@ def _decode_newest(state, c, kind, size, narrow, contents, last, frame):  # type
     if kind <= KEY_FRAME:
         copy_frame(uint64(last), uint64(frame), n_bytes)
         return
+    if kind == QUANTIZED:
+        made = work + _QUANTIZED_FRAME * (n_bytes + PITCH_SLACK)
+        copy_frame(uint64(last), uint64(made), state[c + FRAME_BYTES])
+        return
     if kind >= RESIDUAL_START:
         copy_frame(uint64(last), uint64(work + _RESIDUAL_FRAME * (n_bytes + PITCH_SLACK)), n_bytes)
         contents += n_bytes // 4
@@ -333,10 +355,11 @@ def is_padding(frame, n_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _write_stack(state, c, env, stack, order, moved, at):  # type: ignore[no-untyped-def]
+def _write_stack(state, c, env, stack, order, moved, at, bounded):  # type: ignore[no-untyped-def]
     """Write the new frames of a stack; return the position behind them.
 
     :param moved: Whether the stack is the newest one, moved on by one frame.
+    :param bounded: As for ``_append_entry``.
     """
     stream, n_stack, shape = int64s(stream_of(state, c, env), N_STREAM), state[c + N_STACK], shape_of(state, c)
     depth, n_bytes, pitch = stream[DEPTH] if moved else 0, state[c + FRAME_BYTES], state[c + PADDED_BYTES] + PITCH_SLACK
@@ -357,7 +380,7 @@ def _write_stack(state, c, env, stack, order, moved, at):  # type: ignore[no-unt
         extract_frame(uint64(stack), order, i, shape, uint64(frame))
         if depth or i == n_stack - 1 or not is_padding(frame, state[c + PADDED_BYTES]):
             depth += 1
-            at = _append_entry(state, c, env, frame, last, at)
+            at = _append_entry(state, c, env, frame, last, at, bounded)
         else:  # zeros before the first frame of an episode
             stream[CHAIN_LENGTH] = MAX_CHAIN  # the newest frame is not that of the newest entry any more
         stream[SLOT] = (stream[SLOT] + 1) % state[c + SLOTS]
@@ -431,66 +454,77 @@ def _advance(state, row):  # type: ignore[no-untyped-def]
         state[POSITION], state[FULL] = 0, 1
 
 
-@atomic_kernel
-def push(state):  # type: ignore[no-untyped-def]
-    """Write one transition of each environment, whose addresses are in the state.
+def _define_push(bounded):  # type: ignore[no-untyped-def]
+    """Define ``push``.
 
-    It holds the GIL, so neither a signal nor another thread finds a part of it. If ``NEW_FRAMES`` of a column is set,
-    nothing is written. Instead, its new frames are copied to that address, behind space for a stream's newest frames.
-
-    :return: ``NEEDS_SEGMENT`` if nothing was written, because another segment must be opened first; ``SEGMENT_DIED`` if
-        a segment can be freed; else ``WRITTEN``.
+    :param bounded: None for a log of exact frames, else True. The rest takes half as long again to compile.
     """
-    n_envs, n_columns, start = state[N_ENVS], state[N_COLUMNS], state[NEXT]
-    if state[END] == 0 or start >= state[END]:
-        return NEEDS_SEGMENT
-    row, at = state[ROW_INPUT] if state[ROW_INPUT] >= 0 else state[POSITION], start + header_words(state)
-    heads = uint32s(address_at(state, start) + 4 * RECORD_HEADER, 2 * n_envs * n_columns)
-    collects = False
-    for number in range(n_columns):
-        collects = collects or state[column_start(number) + NEW_FRAMES] != 0
-    for number in range(n_columns):
-        c = column_start(number)
-        saved, n_bytes = state[c + NEW_FRAMES], state[c + SLOTS] * state[c + PADDED_BYTES]
-        if collects and not saved:
-            continue
-        if saved:
-            state[c + NEW_FRAMES] += n_bytes + 8 * N_STREAM
-        for env in range(n_envs):
-            stream, frames = int64s(stream_of(state, c, env), N_STREAM), state[c + FRAMES] + env * n_bytes
-            if saved:
-                copy_frame(uint64(saved), uint64(frames), n_bytes)
-                copy_frame(uint64(saved + n_bytes), uint64(stream_of(state, c, env)), 8 * N_STREAM)
-            depth, entries = stream[DEPTH], stream[ENTRIES]
-            for side in range(2):
-                order, size = state[c + OBS_ORDER + 2 * side], state[c + N_STACK] * state[c + FRAME_BYTES]
-                stack = state[c + OBS_INPUT + 2 * side] + env * size
-                shift = _find_shift(state, c, env, stack, side)
-                if shift != 0:
-                    at = _write_stack(state, c, env, stack, order, shift == 1, at)
-                if side == 0:
-                    depth, entries = stream[DEPTH], stream[ENTRIES]
-            if saved:
-                copy_frame(uint64(frames), uint64(saved), n_bytes)
-                copy_frame(uint64(stream_of(state, c, env)), uint64(saved + n_bytes), 8 * N_STREAM)
+
+    def push(state):  # type: ignore[no-untyped-def]
+        """Write one transition of each environment, whose addresses are in the state.
+
+        It holds the GIL, so neither a signal nor another thread finds a part of it. If ``NEW_FRAMES`` of a column is
+        set, nothing is written. Instead, its new frames are copied to that address, behind space for a stream's newest
+        frames.
+
+        :return: ``NEEDS_SEGMENT`` if nothing was written, because another segment must be opened first;
+            ``SEGMENT_DIED`` if a segment can be freed; else ``WRITTEN``.
+        """
+        n_envs, n_columns, start = state[N_ENVS], state[N_COLUMNS], state[NEXT]
+        if state[END] == 0 or start >= state[END]:
+            return NEEDS_SEGMENT
+        row, at = state[ROW_INPUT] if state[ROW_INPUT] >= 0 else state[POSITION], start + header_words(state)
+        heads = uint32s(address_at(state, start) + 4 * RECORD_HEADER, 2 * n_envs * n_columns)
+        collects = False
+        for number in range(n_columns):
+            collects = collects or state[column_start(number) + NEW_FRAMES] != 0
+        for number in range(n_columns):
+            c = column_start(number)
+            saved, n_bytes = state[c + NEW_FRAMES], state[c + SLOTS] * state[c + PADDED_BYTES]
+            if collects and not saved:
                 continue
-            back, chain = stream[ENTRIES] - entries, min(stream[CHAIN_LENGTH] - 1, MAX_CHAIN)
-            pair = stream[NEWEST] << 23 | chain << 18 | back << 12 | depth << 6 | stream[DEPTH]
-            if state[FRAMED]:
-                k = 2 * (env * n_columns + number)
-                heads[k], heads[k + 1] = uint32(pair & 0xFFFFFFFF), uint32(pair >> 32)
-            set_pair(state, (row * n_envs + env) * n_columns + number, pair)
-    if collects:
-        return WRITTEN
-    if state[ROW_BYTES]:
-        copy_frame(uint64(state[ROWS] + row * state[ROW_BYTES]), uint64(state[DATA_INPUT]), state[ROW_BYTES])
-    _advance(state, row)
-    if state[FRAMED]:
+            if saved:
+                state[c + NEW_FRAMES] += n_bytes + 8 * N_STREAM
+            for env in range(n_envs):
+                stream, frames = int64s(stream_of(state, c, env), N_STREAM), state[c + FRAMES] + env * n_bytes
+                if saved:
+                    copy_frame(uint64(saved), uint64(frames), n_bytes)
+                    copy_frame(uint64(saved + n_bytes), uint64(stream_of(state, c, env)), 8 * N_STREAM)
+                depth, entries = stream[DEPTH], stream[ENTRIES]
+                for side in range(2):
+                    order, size = state[c + OBS_ORDER + 2 * side], state[c + N_STACK] * state[c + FRAME_BYTES]
+                    stack = state[c + OBS_INPUT + 2 * side] + env * size
+                    shift = _find_shift(state, c, env, stack, side)
+                    if shift != 0:
+                        at = _write_stack(state, c, env, stack, order, shift == 1, at, bounded)
+                    if side == 0:
+                        depth, entries = stream[DEPTH], stream[ENTRIES]
+                if saved:
+                    copy_frame(uint64(frames), uint64(saved), n_bytes)
+                    copy_frame(uint64(stream_of(state, c, env)), uint64(saved + n_bytes), 8 * N_STREAM)
+                    continue
+                back, chain = stream[ENTRIES] - entries, min(stream[CHAIN_LENGTH] - 1, MAX_CHAIN)
+                pair = stream[NEWEST] << 23 | chain << 18 | back << 12 | depth << 6 | stream[DEPTH]
+                if state[FRAMED]:
+                    k = 2 * (env * n_columns + number)
+                    heads[k], heads[k + 1] = uint32(pair & 0xFFFFFFFF), uint32(pair >> 32)
+                set_pair(state, (row * n_envs + env) * n_columns + number, pair)
+        if collects:
+            return WRITTEN
         if state[ROW_BYTES]:
-            data = address_at(state, start) + 4 * (RECORD_HEADER + 2 * n_envs * n_columns)
-            copy_frame(uint64(data), uint64(state[DATA_INPUT]), state[ROW_BYTES])
-        finish_record(state, start, at, row, True)
-    if state[RESTART_WORDS] == 0:
-        state[RESTART_WORDS] = at - start
-    state[NEXT] = at
-    return SEGMENT_DIED if state[DIED] else WRITTEN
+            copy_frame(uint64(state[ROWS] + row * state[ROW_BYTES]), uint64(state[DATA_INPUT]), state[ROW_BYTES])
+        _advance(state, row)
+        if state[FRAMED]:
+            if state[ROW_BYTES]:
+                data = address_at(state, start) + 4 * (RECORD_HEADER + 2 * n_envs * n_columns)
+                copy_frame(uint64(data), uint64(state[DATA_INPUT]), state[ROW_BYTES])
+            finish_record(state, start, at, row, True)
+        if state[RESTART_WORDS] == 0:
+            state[RESTART_WORDS] = at - start
+        state[NEXT] = at
+        return SEGMENT_DIED if state[DIED] else WRITTEN
+
+    return atomic_kernel(push)
+
+
+push, push_bounded = map(_define_push, (None, True))

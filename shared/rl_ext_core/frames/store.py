@@ -21,11 +21,11 @@ import numpy.typing as npt
 from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError, StorageError
-from rl_ext_core.frames.checkpoint import checksum, load, reduce_with_lock, save
+from rl_ext_core.frames.checkpoint import FORMAT, checksum, format_error, load, reduce_with_lock, save
 from rl_ext_core.frames.codecs import check_codec, check_numba, validate_max_error
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY, JpegCodec
 from rl_ext_core.frames.layout import INTERLEAVED, PLANAR, StackLayout, candidate_layouts, find_layout
-from rl_ext_core.frames.log_folder import FORMAT_VERSION, LogFolder
+from rl_ext_core.frames.log_folder import LogFolder
 from rl_ext_core.frames.memory import address_of
 from rl_ext_core.frames.threads import run_in_threads
 
@@ -39,7 +39,6 @@ _COPY_BATCH = 64  # transitions per environment that are copied at a time
 _LEAST_SEGMENTS = 8  # that max_bytes must leave room for
 _SEGMENT_SHARE = 12  # a segment takes at most so much of max_bytes
 _SMALL_FRAME = 512  # bytes
-_MAX_STACK = 63  # that fits into a pair of the log
 
 _logger = logging.getLogger("rl_ext_core.frames")
 _open_stores: weakref.WeakSet[FrameStore] = weakref.WeakSet()
@@ -88,27 +87,21 @@ def prefix_key(key: Any) -> Iterator[None]:
         raise type(error)(f"key {key!r}: {error}") from error
 
 
-def limit_stack(layout: StackLayout | None) -> StackLayout | None:
-    """Return the layout, without a stack if it is larger than a pair can count."""
-    if layout is not None and layout.n_stack > _MAX_STACK:
-        return StackLayout(layout.shape, layout.dtype, 1, 0)
-    return layout
-
-
 @cache
 @defer_signals
-def load_kernels() -> None:
+def load_kernels(max_error: int = 0) -> None:
     """Import the kernels, and compile those that every store needs. The first time takes seconds.
 
     numba cannot be imported again after its import was interrupted. So Ctrl-C waits.
 
+    :param max_error: Largest error per byte.
     :raises MissingDependencyError: If numba is not installed.
     """
     check_numba("A store of frames")
     from rl_ext_core.frames.log import Column, FrameLog
 
     layout = StackLayout((2, 4, 4), np.dtype(np.uint8), 2, 0)
-    log, stacks = FrameLog(2, 1, [Column(layout)]), np.arange(64, dtype=np.uint8).reshape(2, *layout.shape)
+    log, stacks = FrameLog(2, 1, [Column(layout, max_error)]), np.arange(64, dtype=np.uint8).reshape(2, *layout.shape)
     for _ in range(3):
         log.set_inputs(0, address_of(stacks), PLANAR, address_of(stacks[1:]), PLANAR)
         log.push()
@@ -116,9 +109,6 @@ def load_kernels() -> None:
     place = np.zeros(1, dtype=np.int64)
     log.contains(place, place)
     log.decode(0, place, place, 0, 1, address_of(stacks), address_of(stacks[1:]))
-    log.find_handles(0, place, place)
-    run_pending_handlers()
-    log.clear()
 
 
 class RecoveryReport(NamedTuple):
@@ -156,8 +146,6 @@ class StoredPart:
         layouts = list(candidate_layouts(options.shape, dtype, n_stack=given))
         if options.axis is not None and given is not None:
             layouts = [StackLayout(options.shape, dtype, given, options.axis)]
-        if given is not None and given > _MAX_STACK:  # more than a pair can count
-            raise InvalidArgumentError(f"n_stack={given}: expected at most {_MAX_STACK}. Pass n_stack=1")
         check_codec(options.codec, quality=options.quality)
         self.is_jpeg = options.codec == "jpeg"
         self.max_error = validate_max_error(options.max_error, codec=options.codec, dtype=dtype)
@@ -210,7 +198,8 @@ class StoredPart:
         """The column of the log in which the frames are stored."""
         from rl_ext_core.frames.log import Column
 
-        return Column(self.layout, 0 if self.waits else self.max_error, patches=self.options.codec != "raw")
+        is_waiting, patches = self.waits and self.max_error > 0, self.options.codec != "raw"
+        return Column(self.layout, 0 if self.waits else self.max_error, patches=patches, is_waiting=is_waiting)
 
     @property
     def settings(self) -> list[Any]:
@@ -388,7 +377,7 @@ class FrameStore:
 
         :param rows: Array for the data of the caller, or None for a new one.
         """
-        load_kernels()
+        load_kernels(int(any(part.max_error for part in self.parts.values())))
         from rl_ext_core.frames.log import FrameLog
 
         n_bytes = 0 if self.row_dtype is None else self.row_dtype.itemsize
@@ -661,7 +650,7 @@ class FrameStore:
         before, after = self._read_rows(number, part, rows)
         below = before[: -self.n_envs], before[self.n_envs :]  # in a rollout, the next row has the next observations
         shape, dtype = part.layout.shape, part.layout.dtype
-        found = limit_stack(find_layout(shape, dtype, before, after) or find_layout(shape, dtype, *below))
+        found = find_layout(shape, dtype, before, after) or find_layout(shape, dtype, *below)
         changed = found is not None and found != part.layout
         if found is not None and changed:
             part.set_layout(found)
@@ -773,16 +762,6 @@ class FrameStore:
 
     # Dropping
 
-    def drop_oldest(self, count: int) -> None:
-        """Drop the oldest transitions. Their rows read as zeros then.
-
-        :param count: Number of transitions per environment.
-        :raises InvalidArgumentError: If the store contains fewer.
-        """
-        with self.lock:
-            if count := self._check_count(count):
-                self._log.drop(self.position, self.size - count)
-
     def drop_newest(self, count: int) -> None:
         """Drop the newest transitions.
 
@@ -790,16 +769,14 @@ class FrameStore:
         :raises InvalidArgumentError: If the store contains fewer.
         """
         with self.lock:
-            if count := self._check_count(count):
-                self._log.drop((self.position - count) % self.capacity, self.size - count)
-
-    def _check_count(self, count: int) -> int:
-        """Return the count as an int; raise if fewer transitions are stored."""
-        if not 0 <= count <= self.size:
-            raise InvalidArgumentError(f"count={count}: expected 0 to {self.size}, the number of stored transitions")
-        if self._folder is not None:
-            self._folder.check_open()
-        return index(count)
+            if not 0 <= count <= self.size:
+                raise InvalidArgumentError(
+                    f"count={count}: expected 0 to {self.size}, the number of stored transitions"
+                )
+            if self._folder is not None:
+                self._folder.check_open()
+            if count:
+                self._log.drop((self.position - index(count)) % self.capacity, self.size - index(count))
 
     def _enforce_max_bytes(self) -> None:
         """Drop the oldest transitions, a segment at a time, until the store takes at most ``max_bytes``."""
@@ -817,9 +794,6 @@ class FrameStore:
             self._log.clear()
 
     # Files
-
-    def flush(self) -> None:
-        """Do nothing, because every transition survives the process once it was added."""
 
     def close(self) -> None:
         """Release ``storage_dir`` to other processes. A closed store cannot be read.
@@ -868,7 +842,7 @@ class FrameStore:
             for part in self.parts.values()
         }
         state = {
-            "format": FORMAT_VERSION,
+            "format": FORMAT,
             "capacity": self.capacity,
             "n_envs": self.n_envs,
             "max_bytes": self.max_bytes,
@@ -884,11 +858,8 @@ class FrameStore:
         :raises CorruptFileError: If the state is damaged or has another format.
         """
         version = state.get("format") if isinstance(state, dict) else None
-        if version != FORMAT_VERSION:
-            raise CorruptFileError(
-                f"the frame store has format {version!r}, but this version reads {FORMAT_VERSION}. Load it with the "
-                "version of rl-ext that wrote it"
-            )
+        if version != FORMAT:
+            raise format_error("the frame store", version, FORMAT)
         found = {name: value for name, value in state.items() if name != "held"}
         if checksum(found) != found.get("checksum"):
             raise CorruptFileError("the frame store is damaged: its checksum does not match its contents")
@@ -1054,13 +1025,13 @@ def _keep_longest_part(path: Path, options: dict[str, Any], columns: list[Column
                 return log, at + 1 if log.ends_in(files[at].number) or at == first else at
         return log, stop
 
-    best, most, stop, stored = (0, 0), 0, 0, 0
+    best, most, stop, n_records, lost = (0, 0), 0, 0, 0, 0
     while stop < len(files):
         first = stop
         log, stop = replay(first, len(files))
-        stored = max(stored, log.stored)
-        if log.count_newest() >= most:
-            best, most = (first, stop), log.count_newest()
+        n_records = max(n_records, log.count_records())
+        if (n := log.count_newest()) >= most:
+            best, most, lost = (first, stop), n, log.stored - n - log.n_records
     kept = {file.path for file in files[best[0] : best[1]]}
     for found in path.glob("*.log"):
         if found not in kept:
@@ -1069,4 +1040,4 @@ def _keep_longest_part(path: Path, options: dict[str, Any], columns: list[Column
     log.end_here()
     log.drop(log.position, most)
     log.close()
-    return SalvageReport(most, stored - most)
+    return SalvageReport(most, min(n_records + lost, options["capacity"]))

@@ -24,6 +24,15 @@ from rl_ext_core.frames import StackLayout
 from rl_ext_core.frames.store import FrameStore, Observation, salvage
 from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames.disk_helpers import transition
+from tests.core.frames.write_samples import (
+    CAPACITY,
+    N_ENVS,
+    N_ROWS,
+    OBSERVATIONS,
+    SAMPLES,
+    compute_stacks,
+    open_store,
+)
 
 GRAY, RGB = LAYOUTS[0], LAYOUTS[2]
 ROW = np.dtype([("number", np.int64), ("reward", np.float32, (2,))])
@@ -213,7 +222,7 @@ def test_reopened_store_continues_and_drops(tmp_path: Path) -> None:
         assert check_numbered(store) == newest
         for number in range(newest + 1, newest + 70):
             add(store, number)
-        store.drop_oldest(7)
+        store.drop_newest(7)
         newest, size = check_numbered(store), store.size
         with pytest.raises(StorageError, match="is in use by this process"):
             open_numbered(tmp_path / "a")
@@ -354,6 +363,23 @@ def test_damaged_folders_are_refused_or_intact(data: st.DataObject, tmp_path_fac
     store.close()
 
 
+@pytest.mark.parametrize("damaged", [3, 17, 29])
+def test_salvage_counts_transitions_behind_the_damage(tmp_path: Path, damaged: int) -> None:
+    store = open_numbered(tmp_path / "a")
+    for number in range(30):
+        add(store, number)
+    store.close()
+    (path,) = tmp_path.rglob("*.log")
+    contents = bytearray(path.read_bytes())
+    at = contents.index(row_data(damaged).tobytes())
+    contents[at] ^= 1
+    path.write_bytes(contents)
+    assert salvage(tmp_path / "a") == (damaged, 30 - damaged)
+    store = open_numbered(tmp_path / "a")
+    assert check_numbered(store) == damaged - 1
+    store.close()
+
+
 def test_full_disk_leaves_the_store_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_ext_core import _system
 
@@ -376,4 +402,22 @@ def test_full_disk_leaves_the_store_unchanged(tmp_path: Path, monkeypatch: pytes
             add(store, number)
     assert failures > 2
     assert check_numbered(store) == number
+    store.close()
+
+
+@pytest.mark.parametrize("sample", sorted(SAMPLES.iterdir()), ids=lambda path: path.name)
+def test_samples_of_all_formats_are_read(sample: Path, tmp_path: Path) -> None:
+    shutil.copytree(sample, tmp_path / "a")
+    store: Any = open_store(tmp_path / "a", resume=True)
+    assert (store.size, store.position, store.full) == (CAPACITY, N_ROWS % CAPACITY, True)
+    envs = np.arange(N_ENVS)
+    for number in range(N_ROWS - CAPACITY, N_ROWS):
+        row = number % CAPACITY
+        assert tuple(store.rows[row]) == (number, number / 2)
+        outs = [{key: np.empty((2, *part.shape), part.dtype) for key, part in OBSERVATIONS.items()} for _ in range(2)]
+        store.get(np.full(N_ENVS, row), envs, *outs)
+        for out, expected in zip(outs, compute_stacks(number), strict=True):
+            assert out["exact"].tobytes() == expected["exact"].tobytes()
+            assert out["numbers"].tobytes() == expected["numbers"].tobytes()
+            assert abs(out["bounded"].astype(int) - expected["bounded"]).max() <= 4
     store.close()

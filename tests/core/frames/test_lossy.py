@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,44 @@ def make_adaptive(plain: ReferenceStore, **options: Any) -> FrameStore:
 
 
 @pytest.mark.slow
+@settings(max_examples=60)
+@given(
+    shape=st.sampled_from([(1, 7, 9), (3, 40, 64), (30, 33, 3), (2, 5, 16), (700,), (64,), (2, 100, 12)]),
+    n_stack=st.sampled_from([1, 2]),
+    bound=st.integers(1, 127),
+    noise=st.sampled_from([0, 3, 60]),
+    speed=st.sampled_from([0, 1, 2, 7]),
+)
+def test_moving_pictures_are_within_max_error(
+    shape: tuple[int, ...], n_stack: int, bound: int, noise: int, speed: int
+) -> None:
+    rng, axis = np.random.default_rng(bound), 0 if len(shape) == 1 or shape[0] <= shape[-1] else len(shape) - 1
+    layout = StackLayout(
+        tuple(n * (n_stack if at == axis else 1) for at, n in enumerate(shape)), np.uint8, n_stack, axis
+    )
+    image = rng.integers(256, size=(2, *shape)) // 32 * 32 + np.arange(shape[-1])
+    frames = [np.roll(image, speed * t, -1) + rng.integers(-noise, noise + 1, image.shape) for t in range(42)]
+    frames = [frame.clip(0, 255).astype(np.uint8) for frame in frames]
+    stacks = [np.concatenate(frames[t : t + n_stack], axis + 1) for t in range(40)]
+    plain, store = ReferenceStore(30, 2, layout), make_store(30, 2, layout, max_error=bound)
+    append_all((plain, store), itertools.pairwise(stacks))
+    assert max_abs_error(store, plain) <= bound
+
+
+@pytest.mark.parametrize("speed", [0, 1, 2, 5])
+@pytest.mark.parametrize("bound", [1, 4, 16])
+def test_max_error_takes_less_memory_however_the_picture_moves(speed: int, bound: int) -> None:
+    stores = [make_store(200, 2, RGB, max_error=error) for error in (bound, 0)]
+    append_all(stores, drifting_transitions(RGB, 200, speed=speed))
+    assert stores[0].nbytes < (0.75 if bound == 1 else 0.6) * stores[1].nbytes
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("n_stack", [None, 3])
 def test_adaptive_store_is_exact_until_it_knows_the_layout(n_stack: int | None) -> None:
     plain = ReferenceStore(200, 2, RGB)
     store, exact = (make_adaptive(plain, n_stack=n_stack, max_error=bound) for bound in (4, 0))
-    for step, transition in enumerate(drifting_transitions(RGB, 200, speed=0)):
+    for step, transition in enumerate(drifting_transitions(RGB, 200)):
         plain.append(*transition)
         for each in (store, exact):
             each.append(*transition)

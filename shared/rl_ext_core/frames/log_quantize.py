@@ -1,0 +1,144 @@
+"""Quantized frames, for frames of a bounded error whose patches would be long, such as those of a moving camera.
+
+Every byte is rounded to one of the values ``origin + i * (2 * bound + 1)``, so errors are within the bound. The frame
+is cut into groups of ``GROUP`` bytes. For each byte, its ``i`` is stored, minus that of the byte ``above`` bytes before
+it, modulo 256. In groups that begin before byte ``above``, ``i`` alone is stored.
+
+The contents are ``[bits of each group: u8][planes of all groups]``. A plane has one bit for each byte of its group.
+Plane ``p`` has bit ``p`` of the two's complement with that many bits. ``origin`` is half of ``255 % (2 * bound + 1)``.
+``above`` is the smallest multiple of a row that is at least ``GROUP``, see ``StackLayout.row_bytes``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import int64, types, uint8, uint32, uint64
+from numba.extending import intrinsic
+
+from rl_ext_core.frames.kernel_primitives import define_move, inner, load_u8, splat, store_u8, store_u64, uint8s
+
+GROUP = 64  # bytes
+_PLANES = 4  # that are added at a time
+_WORD = ir.VectorType(ir.IntType(8), GROUP)
+_move_group = define_move(GROUP)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _take_plane(typingctx: Any, group: Any, bit: Any) -> Any:
+    """Return bit number ``bit`` of each byte of a group."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = builder.load(builder.inttoptr(args[0], _WORD.as_pointer()))
+        values.align = 1
+        shifted = builder.lshr(values, splat(builder, args[1], GROUP))
+        return builder.bitcast(builder.trunc(shifted, ir.VectorType(ir.IntType(1), GROUP)), ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint8), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _add_planes(typingctx: Any, target: Any, source: Any, planes: Any, amounts: Any) -> Any:
+    """Write a group plus ``_PLANES`` planes, the bytes of ``amounts`` times these, to another address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to, start, planes, amounts = args
+        total = builder.load(builder.inttoptr(start, _WORD.as_pointer()))
+        total.align = 1
+        zero = ir.Constant(_WORD, [0] * GROUP)
+        for number in range(_PLANES):
+            address = builder.add(planes, ir.Constant(planes.type, number * GROUP // 8))
+            bits = builder.load(builder.inttoptr(address, ir.IntType(GROUP).as_pointer()))
+            bits.align = 1
+            amount = builder.trunc(builder.lshr(amounts, ir.Constant(amounts.type, 8 * number)), ir.IntType(8))
+            mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), GROUP))
+            total = builder.add(total, builder.select(mask, splat(builder, amount, GROUP), zero))
+        builder.store(total, builder.inttoptr(to, _WORD.as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    return types.void(*[types.uint64] * 4), codegen
+
+
+@inner
+def _origin(bound):  # type: ignore[no-untyped-def]
+    """Return the smallest value. It and the largest one are within the bound of 0 and 255."""
+    return 255 % (2 * bound + 1) // 2
+
+
+@inner
+def quantize_frame(frame, n_bytes, above, bound, decoded, work, out):  # type: ignore[no-untyped-def]
+    """Write a quantized frame.
+
+    :param frame: Address of the frame.
+    :param n_bytes: Its size.
+    :param above: Distance of a byte to the one that predicts it, at least ``GROUP``.
+    :param decoded: Address for the frame that the decoder obtains.
+    :param work: Address of work memory, a frame and ``2 * GROUP`` bytes.
+    :param out: Address to write to, with space for a frame and ``GROUP`` bytes.
+    :return: Size, or -1 if the frame itself is about as small.
+    """
+    step, origin, n_groups = 2 * bound + 1, _origin(bound), (n_bytes + GROUP - 1) // GROUP
+    given, made = uint8s(frame, n_bytes), uint8s(decoded, n_bytes)
+    levels, rest = uint8s(work, n_groups * GROUP), uint8s(work + n_groups * GROUP, GROUP)
+    factor, shift = uint32((1 << 20) // step + 1), uint32(bound - origin)  # a multiplication divides exactly here
+    for i in range(n_bytes):
+        level = uint8((uint32(given[i]) + shift) * factor >> uint32(20))
+        levels[i] = level
+        made[i] = uint8(level * uint8(step) + uint8(origin))
+    for i in range(n_bytes, n_groups * GROUP):
+        levels[i] = levels[i - above] if (n_groups - 1) * GROUP >= above else uint8(0)
+    size = n_groups
+    for group in range(n_groups):
+        at = group * GROUP
+        any_bit = magnitude = uint8(0)
+        for i in range(GROUP):
+            value = levels[at + i]
+            if at >= above:
+                value = uint8(value - levels[at + i - above])
+            rest[i] = value
+            any_bit |= value
+            magnitude |= uint8(value ^ (uint8(255) if value > uint8(127) else uint8(0)))
+        n_bits = int64(any_bit != 0)
+        while magnitude:
+            n_bits += 1
+            magnitude >>= uint8(1)
+        if size + n_bits * (GROUP // 8) > n_bytes - n_bytes // 16:
+            return -1
+        store_u8(uint64(out + group), uint8(n_bits))
+        for bit in range(n_bits):
+            store_u64(uint64(out + size), _take_plane(uint64(work + n_groups * GROUP), uint8(bit)))
+            size += GROUP // 8
+    return size
+
+
+@inner
+def decode_quantized(contents, out, n_bytes, above, bound):  # type: ignore[no-untyped-def]
+    """Decode a quantized frame.
+
+    :param contents: Address of what :func:`quantize_frame` wrote, with ``_PLANES * GROUP`` readable bits behind it.
+    :param out: Address of the decoded frame, with ``GROUP`` writable bytes behind it.
+    :param n_bytes, above, bound: As for :func:`quantize_frame`.
+    """
+    step, n_groups = uint64(2 * bound + 1), (n_bytes + GROUP - 1) // GROUP
+    planes, to, amounts = uint64(contents + n_groups), uint64(out), uint64(0)
+    for bit in range(8):
+        amounts |= (step << uint64(bit) & uint64(255)) << uint64(8 * bit)
+    first = uint8(_origin(bound))
+    for group in range(n_groups):
+        n_bits = uint64(load_u8(uint64(contents + group)))
+        source = to - uint64(above)
+        if group * GROUP < above:
+            uint8s(int64(to), GROUP)[:] = first
+            source = to
+        if n_bits == uint64(0):
+            _move_group(to, source)
+        else:
+            top = uint64(8) * (n_bits - uint64(1))
+            sign = (uint64(0) - (amounts >> top)) & uint64(255)  # the highest bit counts negatively
+            used = amounts & ((uint64(1) << top) - uint64(1)) | sign << top
+            _add_planes(to, source, planes, used)
+            if n_bits > uint64(_PLANES):
+                _add_planes(to, to, planes + uint64(_PLANES * GROUP // 8), used >> uint64(8 * _PLANES))
+            planes += n_bits * uint64(GROUP // 8)
+        to += uint64(GROUP)
