@@ -15,13 +15,12 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTy
 from rl_ext_core.recording.layers import unsaved_attributes
 from torchrl_ext.parallel import ParallelEnv
 from torchrl_ext.parallel.episodes import (
-    LocalEpisodes,
-    WorkerEpisodes,
+    Episodes,
     describe_transform,
-    find_recorder,
     load_transforms,
-    require_shapes,
+    raise_first,
     split_transforms,
+    transform_shapes,
 )
 
 __all__ = ["EnvironmentState"]
@@ -68,15 +67,15 @@ class EnvironmentState:
             )
         self._transforms, self._base = split_transforms(env)
         self._env = env
-        if isinstance(self._base, BatchedEnvBase):  # its environments are checked later, because they are not built yet
-            _check_batched(self._base)
-        else:
-            find_recorder(self._base)
         base = self._base
-        self._episodes: Any = WorkerEpisodes(base) if isinstance(base, ParallelEnv) else LocalEpisodes(self._members)
-
-    def _members(self) -> list[Any]:
-        return list(self._base._envs) if isinstance(self._base, SerialEnv) else [self._base]
+        self._episodes = Episodes(base)
+        if not isinstance(base, BatchedEnvBase):
+            self._episodes.describe()
+        elif not isinstance(base, SerialEnv) and not (isinstance(base, ParallelEnv) and base._plan.records_episodes):
+            raise InvalidTypeError(
+                f"the episodes of {type(base).__name__} are not recorded: expected torchrl_ext.ParallelEnv with "
+                "recorder=True, or SerialEnv. Use torchrl_ext.ParallelEnv(num_workers, env)"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as one tensor of bytes, in a dict.
@@ -116,19 +115,9 @@ class EnvironmentState:
             state = torch.load(io.BytesIO(state_dict["state"].cpu().numpy().tobytes()), weights_only=False)
             if state["format"] != _FORMAT:
                 raise ValueError(f"format {state['format']!r}; expected {_FORMAT!r}")
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            ValueError,
-            RuntimeError,
-            EOFError,
-            pickle.UnpicklingError,
-        ) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, EOFError, pickle.PickleError) as error:
             raise CorruptFileError(f"state_dict is not that of an EnvironmentState ({error}). Save it again") from error
         self._check_layout(state["layout"])
-        require_shapes(self._transforms, state["transforms"])
-        self._episodes.check(state["episodes"])
         if self._collector is None:
             self._env.reset()  # starts workers, and sets up transforms
         else:
@@ -136,21 +125,24 @@ class EnvironmentState:
         self._restore_episodes(state["episodes"])
         if self._has_buffers:  # transforms in the workers read entries of the last step
             self._base.shared_tensordict_parent.update_(state["buffers"])
-        load_transforms(self._transforms, state["transforms"])
+        raise_first([load_transforms(self._env, state["transforms"])])
 
     def _layout(self) -> dict[str, str]:
         """Return descriptions of the parts that must be the same when the state is loaded."""
-        base = self._base
-        kind = "a single environment"
+        base, kind = self._base, "a single environment"
         if isinstance(base, BatchedEnvBase):
             name = "ParallelEnv" if isinstance(base, ParallelEnv) else "SerialEnv"
             kind = f"{name}({base.num_workers}, ...)"
-        return {
+        layout = {
             "the source": "an environment" if self._collector is None else type(self._collector).__name__,
             "the environment without transforms": kind,
             "the list of transforms": " of ".join(map(describe_transform, self._transforms)) or "empty",
-            **{f"environment {index}": text for index, text in enumerate(self._episodes.describe())},
+            **transform_shapes(self._env),
         }
+        for index, (text, shapes) in enumerate(self._episodes.describe()):
+            layout[f"environment {index}"] = text
+            layout |= {f"in environment {index}, {place}": shape for place, shape in shapes.items()}
+        return layout
 
     def _check_layout(self, saved: dict[str, str]) -> None:
         """Start the environments, and raise an error if they are not built like the saved ones."""
@@ -158,7 +150,7 @@ class EnvironmentState:
             self._base.start()
         found = self._layout()
         for part, expected in saved.items():
-            if found[part] != expected:
+            if found.get(part, expected) != expected:  # the first reset creates some tensors
                 raise InvalidArgumentError(
                     f"{part} is {found[part]}: expected {expected}, as in the saved run. Build all environments and "
                     "the collector like those of the saved run, and then call load_state_dict(...)"
@@ -182,7 +174,7 @@ class EnvironmentState:
 
     def _save_episodes(self) -> list[dict[str, Any]]:
         """Return the state of each episode, and warn about attributes that are not part of it."""
-        states: list[dict[str, Any]] = self._episodes.save()
+        states = self._episodes.save()
         for state in states:
             if unsaved := unsaved_attributes(state["layers"]):
                 warnings.warn(f"Environment: {', '.join(unsaved)} cannot be saved.", stacklevel=3)
@@ -203,13 +195,4 @@ class EnvironmentState:
                 f"environment {index} {problem}; expected the same episode as in the saved run. To continue with "
                 "new episodes, load the collector's own state: collector.load_state_dict(...)"
             )
-
-
-def _check_batched(base: Any) -> None:
-    """Raise an error if the environments of a batch are not recorded."""
-    is_recorded = isinstance(base, SerialEnv) or (isinstance(base, ParallelEnv) and base._plan.records_episodes)
-    if not is_recorded:
-        raise InvalidTypeError(
-            f"the episodes of {type(base).__name__} are not recorded: expected torchrl_ext.ParallelEnv with "
-            "recorder=True, or SerialEnv. Use torchrl_ext.ParallelEnv(num_workers, env)"
-        )
+        self._episodes.load_transforms(states)

@@ -75,9 +75,7 @@ def main() -> None:
 
     single = rollout(torchrl_ext.GymWrapper(make_env())), rollout(GymWrapper(make_env()))
     workers = rollout(torchrl_ext.ParallelEnv(2, make_env())), rollout(SerialEnv(2, lambda: GymWrapper(make_env())))
-    alone = torchrl_ext.ParallelEnv(1, make_env(), serial_for_single=True)
-    serial = rollout(alone), rollout(SerialEnv(1, lambda: GymWrapper(make_env())))
-    sys.stdout.write(json.dumps({"messages": messages, "single": single, "workers": workers, "serial": serial}) + "\n")
+    sys.stdout.write(json.dumps({"messages": messages, "single": single, "workers": workers}) + "\n")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def test_missing_private_name_costs_only_speed(name: str) -> None:
         assert f"tensordict {tensordict.__version__} has no " in text
         assert name in text
     assert len(set(found["messages"])) == len(found["messages"])
-    for ours, theirs in (found["single"], found["workers"], found["serial"]):
+    for ours, theirs in (found["single"], found["workers"]):
         assert ours == theirs
 
 
@@ -59,5 +59,5 @@ def test_missing_private_name_costs_only_speed(name: str) -> None:
 def test_no_warning_if_all_private_names_exist() -> None:
     found = outcome("a_name_that_nobody_has")
     assert found["messages"] == []
-    for ours, theirs in (found["single"], found["workers"], found["serial"]):
+    for ours, theirs in (found["single"], found["workers"]):
         assert ours == theirs

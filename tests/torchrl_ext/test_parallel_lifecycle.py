@@ -1,4 +1,4 @@
-"""Tests of ``ParallelEnv``: closing, views, pickles, child processes, Ctrl-C, warnings."""
+"""Tests of ``ParallelEnv``: closing, pickles, child processes, Ctrl-C, warnings."""
 
 from __future__ import annotations
 
@@ -72,28 +72,6 @@ def test_close_frees_descriptors_and_threads_and_restores_num_threads() -> None:
     finally:
         torch.set_num_threads(before)
     assert counts[-1] <= counts[1]
-
-
-# -- views
-
-
-def test_views_fail_after_a_worker_failed_or_the_parent_closed() -> None:
-    env = ParallelEnv(3, Failing, create_env_kwargs=[{}, {}, {"when": "step", "how": "SIGKILL"}])
-    env.reset()
-    view = env[1:]
-    with pytest.raises(WorkerError, match="worker 2 of 3 was killed by SIGKILL"):
-        view.rollout(5)
-    assert not running_workers()
-    assert env.is_closed
-    env.reset()
-    with pytest.raises(RuntimeError, match="closed indexed batched environment view"):
-        view.rollout(5)
-    view = env[0]
-    assert view.fetch() == [2]
-    env.close()
-    with pytest.raises(RuntimeError, match="view after its parent environment has been closed"):
-        view.reset()
-    view.close(raise_if_closed=False)
 
 
 # -- pickles
@@ -369,10 +347,9 @@ class Logged(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.env.step(action)
 
 
-@pytest.mark.parametrize("options", [{}, {"serial_for_single": True}], ids=["workers", "serial"])
-def test_only_the_caller_resets_and_steps_an_environment(tmp_path: Path, options: Any) -> None:
+def test_only_the_caller_resets_and_steps_an_environment(tmp_path: Path) -> None:
     log = tmp_path / "calls"
-    env = ParallelEnv(1, lambda: GymWrapper(Logged(str(log))), **options)
+    env = ParallelEnv(1, lambda: GymWrapper(Logged(str(log))))
     env.reset()
     assert log.read_text() == "r"
     env.rollout(3, auto_reset=False, tensordict=env.reset())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torchrl.data import Bounded
-from torchrl.envs import CatFrames, RewardSum, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import CatFrames, RewardSum, StepCounter, TransformedEnv
 from torchrl.envs import GymWrapper as UpstreamGymWrapper
 
 from rl_ext_core.errors import (
@@ -166,20 +166,6 @@ def test_different_environments_are_built_with_num_sub_threads() -> None:
     env.close()
     with pytest.raises(InvalidArgumentError, match=r"specs .* differ in .*Use torchrl.envs.ParallelEnv\(2, \[...\]\)"):
         ParallelEnv(create_env_fn=[make_env, NativeEnv(size=4)], num_sub_threads=3)
-
-
-@pytest.mark.slow
-def test_serial_for_single_builds_a_serial_env(event_log: Path) -> None:
-    env = ParallelEnv(1, Well, serial_for_single=True, seed=3, overrides=[{"depth": 2.0}])
-    assert isinstance(env, SerialEnv)
-    assert observed_depths(env) == [2.0]
-    assert (count_events("built", in_this_process=True), running_workers()) == (1, [])
-    env.close()
-    with_limit = ParallelEnv(1, Well, serial_for_single=True, step_timeout=1.0)  # only processes can honor it
-    assert isinstance(with_limit, ParallelEnv)
-    with_limit.close(raise_if_closed=False)
-    parallel = ParallelEnv(2, Well, serial_for_single=True)
-    assert isinstance(parallel, ParallelEnv)
 
 
 # -- overrides

@@ -2,65 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import logging
 import numbers
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torchrl.envs
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl._utils import seed_generator
-from torchrl.envs import EnvBase, SerialEnv
-from torchrl.envs.common import EnvMetaData
+from torchrl.envs import EnvBase
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
-from rl_ext_core.factory.convert import convert, examine_factory
 from rl_ext_core.vector.environments import seed_torch
 from torchrl_ext._compat import has_wrapper
-from torchrl_ext.factories import PRELOAD, adapt, read_metadata
-from torchrl_ext.parallel.bases import LeavesBase
 from torchrl_ext.parallel.gym_source import GymBase, GymSource, GymWrapper
+from torchrl_ext.parallel.leaves import Leaves, Tree, build_tree, fit, make_tree
 from torchrl_ext.parallel.plan import WorkerPlan
-from torchrl_ext.parallel.worker_env import seed_environment
+from torchrl_ext.parallel.worker_env import NON_TENSOR, TENSORDICT, seed_environment
 from torchrl_ext.parallel.worker_pool import EACH, WorkerPool
 
 __all__ = ["ParallelEnv"]
 
-_log = logging.getLogger("torchrl_ext")
-
 # Options of TorchRL's class that have no effect here, because data is always in shared memory and copied out of it.
 _WITHOUT_EFFECT = {"share_individual_td", "shared_memory", "policy_proof", "non_blocking", "use_buffers", "daemon"}
 _WITHOUT_EFFECT |= {"metadata_from_workers", "consolidate", "allow_step_when_done", "auto_wrap_envs"}
-_UNSUPPORTED = {"memmap": False, "pin_memory": False, "num_threads": None}
+_UNSUPPORTED = {"memmap": False, "pin_memory": False, "num_threads": None, "serial_for_single": False}
 
 
-class _ParallelEnvMeta(type(EnvBase)):  # type: ignore[misc]
-    """Metaclass that makes a ``SerialEnv`` for ``serial_for_single=True``."""
-
-    def __call__(cls, num_workers: int | None = None, create_env_fn: Any = None, *args: Any, **kwargs: Any) -> EnvBase:
-        if kwargs.pop("serial_for_single", False) and num_workers == 1 and not _needs_process(kwargs):
-            return _make_serial_env(create_env_fn, kwargs)
-        return super().__call__(num_workers, create_env_fn, *args, **kwargs)
-
-
-class _DelegatedRandAction:
-    """Descriptor of ``rand_action`` that is ``EnvBase.rand_action`` when read from the class.
-
-    ``TransformedEnv`` refuses environments whose class overrides ``rand_action`` if a transform changes the action.
-    """
-
-    def __get__(self, env: Any, owner: type) -> Any:
-        return EnvBase.rand_action if env is None else env._base.rand_action
-
-
-class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
+class ParallelEnv(EnvBase):
     """Replacement for TorchRL's ``ParallelEnv`` that accepts environment instances.
 
     It takes the arguments of ``torchrl.envs.ParallelEnv``, and these:
@@ -138,23 +110,36 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
         self._connect(plan)
 
     def _connect(self, plan: WorkerPlan) -> None:
-        """Set the plan, and the environment that steps the workers."""
-        pool, device, count = WorkerPool(plan), self.device, len(plan.factories)
-        is_gymnasium = isinstance(plan.source, GymSource)
-        base: EnvBase = GymBase(pool, plan.source, device) if is_gymnasium else LeavesBase(pool, plan, device)
-        # Modules of torch would register attributes that are modules.
-        self.__dict__.update(_plan=plan, _pool=pool, _base=base, _seeds=None, num_workers=count, _rows=range(count))
-        self.batch_size, self._device = base.batch_size, base.device
-        self.__dict__.update(_input_spec=base.input_spec.clone(), _output_spec=base.output_spec.clone())
+        """Set the plan, and the specs of what steps the workers."""
+        pool, count = WorkerPool(plan), len(plan.factories)
+        own = self.__dict__  # modules of torch would register attributes that are modules
+        own.update(_plan=plan, _pool=pool, _base=None, _seeds=None, num_workers=count)
+        if isinstance(plan.source, GymSource):
+            base = GymBase(pool, plan.source, self.device)
+            own.update(_base=base, _input_spec=base.input_spec.clone(), _output_spec=base.output_spec.clone())
+            self.batch_size, self._device, own["rand_action"] = base.batch_size, base.device, base.rand_action
+            return
+        first = plan.source[0]
+        self._device = first.device if self.device is None else self.device
+        self.batch_size = torch.Size([count, *first.batch_size])
+        if plan.is_single_source:
+            specs = first.specs.expand(self.batch_size)
+        else:
+            specs = torch.stack([entry.specs for entry in plan.source], 0)
+        read, written = specs["input_spec"].to(self._device), specs["output_spec"].to(self._device)
+        leaves, parts = Leaves.from_metadata(first), [written["full_observation_spec"], written["full_done_spec"]]
+        leaves.allocate(count)
+        trees = make_tree(parts), make_tree([*parts, written["full_reward_spec"]])
+        own.update(_input_spec=read, _output_spec=written, _leaves=leaves, _trees=trees)
+        own["_others"] = [None] * count  # last entries of each environment that are not tensors
 
     # -- steps and resets
 
-    rand_action = _DelegatedRandAction()
-
     def _delegates(self, tensordict: TensorDictBase) -> bool:
-        """Return whether the environment that steps the workers can take a step with all checks."""
+        """Return whether the wrapper of gymnasium environments can take a step with all checks."""
         is_original = type(self)._step is ParallelEnv._step and type(self)._reset is ParallelEnv._reset
-        return is_original and not self.run_type_checks and "_step" not in tensordict.keys()  # noqa: SIM118
+        has_mask = self.run_type_checks or "_step" in tensordict.keys()  # noqa: SIM118
+        return self._base is not None and is_original and not has_mask
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Take a step in all environments, or in those of the entry ``_step``, and write the entry ``next``."""
@@ -162,23 +147,26 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Take a step and reset what is done; return this TensorDict and the next one."""
-        if not self._delegates(tensordict):
-            return super().step_and_maybe_reset(tensordict)
-        found: tuple[TensorDictBase, TensorDictBase] = self._base.step_and_maybe_reset(tensordict)
+        stepper = self._base if self._delegates(tensordict) else super()
+        found: tuple[TensorDictBase, TensorDictBase] = stepper.step_and_maybe_reset(tensordict)
         return found
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        step = self._step_leaves if self._base is None else self._base._step
         mask = tensordict.get("_step", None)
         if mask is None or mask.all():
-            return self._base._step(tensordict)
+            return step(tensordict)
         mask = mask.reshape(self.num_workers, -1)
         if (mask != mask[:, :1]).any():
             raise InvalidArgumentError(
                 "_step is true for a part of a worker's environments: expected one value for each worker. Use "
                 "ParallelEnv(num_workers, lambda: TransformedEnv(env, transform)), with the transform in the worker"
             )
-        rows = mask[:, 0].nonzero().view(-1).tolist()
-        out = self._step_rows(tensordict, rows)
+        self._pool.stepped = rows = mask[:, 0].nonzero().view(-1).tolist()
+        try:
+            out = step(tensordict)
+        finally:
+            self._pool.stepped = None
         for key, value in list(out.items(True, True)):  # other rows get the values of the input, or zeros
             if isinstance(value, torch.Tensor):
                 before = tensordict.get(key, None)
@@ -187,20 +175,38 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
                 out.set(key, result)
         return out
 
-    def _step_rows(self, tensordict: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:
-        """Step the environments with these numbers. The other rows of the result have no meaning."""
-        self._pool.stepped = rows
-        try:
-            return self._base._step(tensordict)
-        finally:
-            self._pool.stepped = None
+    def _step_leaves(self, tensordict: TensorDictBase) -> TensorDictBase:
+        leaves = self._leaves
+        actions: Any = leaves.write_inputs(tensordict)
+        others: list[Any] = [*leaves.non_tensor_inputs]
+        if (given := tensordict.get("next", None)) is not None:  # transforms in workers keep a policy's next state
+            for key in {*self.observation_spec.keys(True, True)}.intersection(given.keys(True, True)):
+                if isinstance(value := given.get(key), torch.Tensor):
+                    fit(value, self.observation_spec[key].shape, key)
+                others.append(("next", *((key,) if isinstance(key, str) else key)))
+        if others:
+            actions = [*zip(actions.copy(), tensordict.select(*others, strict=False).unbind(0), strict=True)]
+        observations, *_, infos = self._pool.step(actions)
+        return self._read(self._trees[1], observations, infos)
+
+    def _read(self, tree: Tree, observations: dict[str, Any], infos: dict[str, Any]) -> TensorDictBase:
+        """Return a TensorDict of new tensors."""
+        tensors = {leaf.key: torch.from_numpy(observations[leaf.name]) for leaf in self._leaves.outputs}
+        if self._device is not None and self._device.type != "cpu":
+            tensors = {key: tensor.to(self._device) for key, tensor in tensors.items()}
+        out = build_tree(tree, tensors, self._device)
+        if NON_TENSOR in infos:
+            pairs = zip(self._others, infos[NON_TENSOR], strict=True)
+            self.__dict__["_others"] = others = [before if new is None else new for before, new in pairs]
+            out.update(LazyStackedTensorDict(*others))
+        return out
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         each = [{**own, **kwargs} for own in kwargs.pop("list_of_kwargs", [{}] * self.num_workers)]
+        if self._base is None:
+            return self._reset_leaves(tensordict, each)
         if not any(each):
             return self._base._reset(tensordict)
-        if not self._plan.is_gymnasium:
-            return self._base._reset(tensordict, options={EACH: each})
         if unknown := {name for own in each for name in own} - {"seed", "options"}:
             raise InvalidArgumentError(
                 f"reset({min(unknown)}=...) is not an argument of gymnasium's reset: expected seed or options. Use "
@@ -209,22 +215,31 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
         seeds = [own.get("seed") for own in each]
         return self._base._reset(tensordict, seed=seeds, options={EACH: [own.get("options") for own in each]})
 
+    def _reset_leaves(self, tensordict: TensorDictBase | None, each: list[dict[str, Any]]) -> TensorDictBase:
+        options: dict[str, Any] = {EACH: each}
+        if tensordict is not None:
+            found = [tensordict.get(key, None) for key in self.reset_keys]
+            masks = [mask.reshape(self.num_workers, -1).any(-1) for mask in found if mask is not None]
+            rows = torch.stack(masks).any(0).cpu() if masks else torch.ones(self.num_workers, dtype=torch.bool)
+            options["reset_mask"] = rows.numpy()
+            given = tensordict.select(*self._leaves.keys, *self.reset_keys, strict=False).to("cpu")
+            for number in rows.nonzero().view(-1).tolist() if not given.is_empty() else ():
+                items = given[number].contiguous().items(True, True)  # which are pickled faster than TensorDicts
+                each[number] = {**each[number], TENSORDICT: [*items]}
+        observations, infos = self._pool.reset(options=options)
+        return self._read(self._trees[0], observations, infos)
+
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
         """Seed the environments as TorchRL's class does, and return the next seed."""
-        workers, seeds = self._rows, [seed]
-        if not self._plan.is_gymnasium:
+        workers, seeds = range(self.num_workers), [seed]
+        if self._base is None:
             for number in workers:
-                arguments = [(seed_environment, seeds[-1], static_seed)]
-                seeds += self._pool.call_each([number], "apply", arguments)
+                seeds += self._pool.call_each("apply", [(seed_environment, seeds[-1], static_seed)], [number])
         else:
             for _ in workers:
                 seeds.append(seeds[-1] if static_seed or seeds[-1] is None else seed_generator(seeds[-1]))
-            self._pool.call_each(workers, "apply", [(seed_torch, own) for own in seeds[:-1]])
-            rows = np.zeros(self._pool.num_envs, bool)
-            each: list[int | None] = [None] * self._pool.num_envs
-            for number, own in zip(workers, seeds, strict=False):
-                rows[number], each[number] = True, own
-            self._pool.reset(seed=each, options={"reset_mask": rows})
+            self._pool.call_each("apply", [(seed_torch, own) for own in seeds[:-1]])
+            self._pool.reset(seed=seeds[:-1])
         self.__dict__["_seeds"] = seeds[:-1]
         return seeds[-1]
 
@@ -284,25 +299,23 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
         for own, new in zip(self._plan.kwargs, each, strict=True):
             own.update(new)
 
-    def configure_parallel(self, **options: Any) -> ParallelEnv:
-        """Change options before the workers start, and return the environment.
+    def configure_parallel(self, **options: Any) -> NoReturn:
+        """Raise an error, because options of the workers are fixed.
 
-        :param options: ``mp_start_method``, ``shutdown_timeout``, or options of TorchRL's class without effect here
-        :raises RuntimeError: If the workers run.
+        :raises InvalidArgumentError: Always.
         """
-        if not self.is_closed:
-            raise RuntimeError("configure_parallel() must be called before the environment is started")
-        named = {"mp_start_method": "start_method", "shutdown_timeout": "close_timeout"}
-        self._plan.configure(**{named[name]: options.pop(name) for name in [*options] if name in named})
-        _require_supported_options(options, self.num_workers)
-        return self
+        raise InvalidArgumentError(
+            f"configure_parallel({', '.join(options)}) is not supported: expected all options in the constructor. Use "
+            f"ParallelEnv({self.num_workers}, create_env_fn, ...)"
+        )
 
     def to(self, device: Any) -> ParallelEnv:
         """Return outputs on another device from now on. Seeded environments are seeded again, as in TorchRL's class."""
         before, seeds = self.device, self._seeds
         super().to(device)
         if self.device != before:
-            self._base.to(device)
+            if self._base is not None:
+                self._base.to(device)
             if seeds is not None:
                 self.set_seed(seeds[0])
         return self
@@ -317,7 +330,7 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
 
     def __getstate__(self) -> dict[str, Any]:
         self.close(raise_if_closed=False)  # as in TorchRL's class; the copy starts its own workers
-        return {name: value for name, value in self.__dict__.items() if name not in ("_pool", "_base")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_pool", "_base", "rand_action")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -337,23 +350,16 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
         """Load the state of each worker's environment."""
         if not self._plan.is_gymnasium:
             states = [state_dict[f"worker{number}"] for number in range(self.num_workers)]
-            self._pool.call_each(self._rows, "call", [("load_state_dict", (state,), {}) for state in states])
+            self._pool.call_each("call", [("load_state_dict", (state,), {}) for state in states])
 
-    def __getitem__(self, item: Any) -> ParallelEnv:
-        self._pool.run("view", lambda: None)
-        index = item if isinstance(item, slice) else np.asarray(item)
-        if isinstance(index, np.ndarray) and (index.dtype == bool or index.ndim > 1):
-            raise NotImplementedError("masks are not supported: expected a number, a slice or a list of numbers")
-        workers = np.atleast_1d(np.arange(self.num_workers)[index]).tolist()
-        if not workers:
-            raise IndexError(f"index {item} selects none of {self.num_workers} environments")
-        return _View(self, workers)
+    def __getitem__(self, item: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"env[{item!r}] is not supported, neither views nor snapshot writeback: expected all environments, or the "
+            f"entry _step to step some. Use torchrl.envs.ParallelEnv({self.num_workers}, create_env_fn)[{item!r}]"
+        )
 
     def __setitem__(self, item: Any, source: Any) -> NoReturn:
-        raise NotImplementedError(
-            "environments in workers do not support snapshot writeback: expected env.reset() or "
-            "env.load_state_dict(...). Use torchrl.envs.ParallelEnv(num_workers, create_env_fn)"
-        )
+        self[item]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or hasattr(type(self), name):  # private, or a property that raised AttributeError
@@ -369,69 +375,6 @@ class ParallelEnv(EnvBase, metaclass=_ParallelEnvMeta):
         return f"{type(self).__name__.lstrip('_')}(\n\tenv={text}, \n\tbatch_size={self.batch_size})"
 
 
-class _View(ParallelEnv):
-    """Live view of some environments, while their present workers run.
-
-    :param parent: all environments
-    :param workers: numbers of the environments
-    """
-
-    def __init__(self, parent: ParallelEnv, workers: Sequence[int]) -> None:
-        EnvBase.__init__(self, device=parent.device)
-        own = {name: getattr(parent, name) for name in ("_plan", "_pool", "_base")}
-        workers = [parent._rows[number] for number in workers]
-        self.__dict__.update(own, _seeds=None, num_workers=len(workers), _rows=workers)
-        self.__dict__.update(_viewed=parent._pool._pool, _is_released=False)
-        specs = parent._base.input_spec, parent._base.output_spec
-        self.batch_size = torch.Size([len(workers), *parent._base.batch_size[1:]])
-        self.__dict__.update(_input_spec=specs[0][workers].clone(), _output_spec=specs[1][workers].clone())
-        # For each environment of the pool, its row in this view; 0 for those that are not in it.
-        self.__dict__["_index"] = [workers.index(n) if n in workers else 0 for n in range(parent._pool.num_envs)]
-
-    rand_action = EnvBase.rand_action
-
-    def _delegates(self, tensordict: TensorDictBase) -> bool:
-        return False
-
-    def _require_running(self) -> None:
-        pool = self._pool
-        if self._is_released or (not pool.closed and pool._pool is not self._viewed):
-            raise RuntimeError(
-                "Cannot use a closed indexed batched environment view. Create a new view from the parent environment "
-                "instead."
-            )
-        if pool.closed:
-            self.__dict__["_is_released"] = True
-            raise RuntimeError(
-                "Cannot use an indexed batched environment view after its parent environment has been closed."
-            )
-
-    def _step_rows(self, tensordict: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:
-        self._require_running()
-        rows = [self._rows[number] for number in rows]
-        return super()._step_rows(tensordict[self._index], rows)[self._rows]
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if tensordict.get("_step", None) is None:
-            return self._step_rows(tensordict, range(self.num_workers))
-        return super()._step(tensordict)
-
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        self._require_running()
-        given = TensorDict({}, self.batch_size) if tensordict is None else tensordict
-        everything = given[self._index]
-        others = torch.tensor([number not in self._rows for number in range(len(self._index))])
-        keys = [key for key in self.reset_keys if key in given.keys(True, True)]
-        for key in keys or self.reset_keys[:1]:
-            mask = torch.ones(self.full_done_spec[self.done_keys[self.reset_keys.index(key)]].shape, dtype=torch.bool)
-            mask = (given.get(key) if keys else mask)[self._index].clone()
-            mask[others] = False
-            everything.set(key, mask)
-        each = kwargs.pop("list_of_kwargs", [{}] * self.num_workers)
-        kwargs["list_of_kwargs"] = [each[number] for number in self._index]
-        return super()._reset(everything, **kwargs)[self._rows]
-
-
 class _WorkerCall:
     """Method or attribute of the workers' environments, or of an object in them.
 
@@ -443,12 +386,11 @@ class _WorkerCall:
         self._env, self._path = env, path
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        env, path = self._env, self._path
-        workers, base = env._rows, env._base
-        if isinstance(base, GymWrapper) and (path in vars(base) or hasattr(GymWrapper, path)):
+        count, base, path = self._env.num_workers, self._env._base, self._path
+        if base is not None and (path in vars(base) or hasattr(GymWrapper, path)):
             value = getattr(base, path)  # workers have no wrapper of TorchRL
-            return [value(*args, **kwargs) if callable(value) else value for _ in workers]
-        return env._pool.call_each(workers, "call", [(path, args, kwargs)] * len(workers))
+            return [value(*args, **kwargs) if callable(value) else value for _ in range(count)]
+        return self._env._pool.call_each("call", [(path, args, kwargs)] * count)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self())
@@ -488,62 +430,14 @@ def _check_num_workers(num_workers: Any, create_env_fn: Any) -> int:
             f"ParallelEnv got no environment{given}. Use ParallelEnv(4, env), or ParallelEnv(create_env_fn=env) for as "
             "many workers as there are cores"
         )
-    if isinstance(create_env_fn, (list, tuple)):
-        if num_workers is None:
-            return len(create_env_fn)
-        if len(create_env_fn) != num_workers:
-            raise InvalidArgumentError(
-                f"create_env_fn has length {len(create_env_fn)} for num_workers={num_workers}; expected one entry per "
-                f"worker. Use ParallelEnv({len(create_env_fn)}, [...])"
-            )
+    is_list = isinstance(create_env_fn, (list, tuple))
     if num_workers is None:
-        return resources.usable_cores()
+        return len(create_env_fn) if is_list else resources.usable_cores()
     if isinstance(num_workers, bool) or not isinstance(num_workers, numbers.Integral) or num_workers < 1:
         raise InvalidArgumentError(f"num_workers={num_workers!r} is not a number of workers; expected 1 or more")
+    if is_list and len(create_env_fn) != num_workers:
+        raise InvalidArgumentError(
+            f"create_env_fn has length {len(create_env_fn)} for num_workers={num_workers}; expected one entry per "
+            f"worker. Use ParallelEnv({len(create_env_fn)}, [...])"
+        )
     return int(num_workers)  # TorchRL treats NumPy's integers as lists
-
-
-def _needs_process(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether arguments of ``ParallelEnv`` have an effect in processes only; log them."""
-    names = ("start_timeout", "step_timeout", "shutdown_timeout", "recorder")
-    needed = [name for name in names if not isinstance(kwargs.get(name), bool | None)]
-    if needed:
-        _log.info("serial_for_single=True has no effect, because only processes can use %s", ", ".join(needed))
-    return bool(needed)
-
-
-class _SingleSerialEnv(SerialEnv):
-    """``SerialEnv`` of one factory, with metadata that is known."""
-
-    def __init__(self, factory: Any, metadata: Any, **kwargs: Any) -> None:
-        self.__dict__["_known_metadata"] = metadata
-        super().__init__(1, factory, **kwargs)
-
-    def _get_metadata(self, *_: Any) -> None:
-        self._set_metadata(self._known_metadata.clone())
-
-
-def _make_serial_env(create_env_fn: Any, kwargs: dict[str, Any]) -> SerialEnv:
-    """Build a :class:`_SingleSerialEnv` from the arguments of ``ParallelEnv``."""
-    _check_num_workers(1, create_env_fn)
-    item = create_env_fn[0] if isinstance(create_env_fn, (list, tuple)) else create_env_fn
-    ours = ("seed", "overrides", "devices", "verify", "start_timeout", "mp_start_method", "num_sub_threads")
-    own = {name: kwargs.pop(name) for name in ours if name in kwargs}
-    for name in ("step_timeout", "metadata_from_workers", "shutdown_timeout", "recorder"):
-        kwargs.pop(name, None)
-    options = {"start_method": own.get("mp_start_method"), "timeout": own.get("start_timeout")}
-    verify, seed, arguments = own.get("verify", True), own.get("seed"), kwargs.get("create_env_kwargs") or {}
-    factory = convert(item, verify=verify, adapt=adapt, preload=PRELOAD, read=read_metadata, **options)
-    metadata = factory.examination and factory.examination.read
-    (bound,) = factory.for_workers(1, seed=seed, overrides=own.get("overrides"), devices=own.get("devices"))
-    if not isinstance(metadata, EnvMetaData) or bound.overrides or arguments:
-        metadata = examine_factory(bound, read=read_metadata, overrides=arguments, **options).read
-    return _SingleSerialEnv(bound.then(functools.partial(_seed, seed=seed)), metadata, **kwargs)
-
-
-def _seed(environment: EnvBase, seed: int | None) -> EnvBase:
-    """Seed an environment that has seeds, and return it."""
-    if seed is not None:
-        with contextlib.suppress(NotImplementedError):
-            environment.set_seed(seed)
-    return environment

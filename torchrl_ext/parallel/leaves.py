@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,15 +10,19 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Composite, NonTensor
 
 from rl_ext_core.errors import InvalidArgumentError
+from torchrl_ext._compat import new_tensordict
 
-__all__ = ["Leaf", "Leaves"]
+__all__ = ["Leaf", "Leaves", "Tree", "build_tree", "fit", "make_tree"]
 
 Key = str | tuple[str, ...]
-_ALIGNMENT = 16  # bytes, enough for all dtypes
-_BYTES = np.dtype(np.uint8)
+# Batch size, and nested keys of specs, with the key of the leaf or another tree in each place.
+Tree = tuple[torch.Size, dict[str, Any]]
+_NAMES = "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64"
+_DTYPES = {getattr(torch, name): np.dtype(name) for name in _NAMES.split()}
 
 
 class _LeafSpace(gymnasium.Space[Any]):
@@ -36,16 +39,11 @@ class _LeafSpace(gymnasium.Space[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Tensor of a TensorDict.
-
-    :ivar key: its key
-    :ivar shape: its shape, of a single environment
-    :ivar dtype: its dtype
-    """
+    """Tensor of a TensorDict, of a single environment."""
 
     key: Key
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: np.dtype[Any]
 
     @cached_property
     def name(self) -> str:
@@ -53,39 +51,11 @@ class Leaf:
         key = self.key if isinstance(self.key, str) else ".".join(self.key)
         return f"{key} {list(self.shape)} {self.dtype}"
 
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @cached_property
-    def is_native(self) -> bool:
-        """Whether shared arrays have the dtype. The bytes of other leaves are copied."""
-        return self.dtype is not torch.bfloat16 and not self.dtype.is_complex
-
-    @property
-    def space(self) -> gymnasium.Space[Any]:
-        """Space of the array in shared memory."""
-        if not self.is_native:
-            return _LeafSpace((self.nbytes,), np.uint8)
-        return _LeafSpace(self.shape, torch.empty(0, dtype=self.dtype).numpy().dtype)
-
-    def to_array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-        """Return the array of a tensor in the worker. It may share the tensor's memory."""
-        if tensor.requires_grad or not tensor.is_cpu:
-            tensor = tensor.detach().cpu()
-        if self.is_native:
-            return tensor.numpy()
-        return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-
-    def from_array(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        """Return the tensor of the arrays of several environments, which shares their memory."""
-        tensor = torch.from_numpy(array)
-        return tensor if self.is_native else tensor.view(self.dtype).view(len(array), *self.shape)
-
 
 class Leaves:
     """Inputs and outputs of an environment of TorchRL.
+
+    A step sends one record: a flag per input, whether it is present, and then the inputs.
 
     :param specs: specs of the environment, in a Composite with ``input_spec`` and ``output_spec``
     :param name: name of the environment, for errors
@@ -93,8 +63,6 @@ class Leaves:
     :ivar outputs: leaves of observations, rewards and flags, which steps and resets write
     :ivar non_tensor_inputs: keys of inputs that are not tensors
     :ivar non_tensor_outputs: keys of outputs that are not tensors
-
-    A step sends one array of bytes: a flag per input, whether it is present, and then the inputs.
     """
 
     def __init__(self, specs: Composite, name: str) -> None:
@@ -103,69 +71,59 @@ class Leaves:
         self.inputs, self.non_tensor_inputs = _split(parts, name)
         parts = [written["full_observation_spec"], written["full_reward_spec"], written["full_done_spec"]]
         self.outputs, self.non_tensor_outputs = _split(parts, name)
-        self.offsets, offset = [], _align(len(self.inputs))
-        for leaf in self.inputs:
-            self.offsets.append(offset)
-            offset = _align(offset + leaf.nbytes)
-        self.nbytes = max(offset, _ALIGNMENT)
+        fields: list[Any] = [(leaf.name, leaf.dtype, leaf.shape) for leaf in self.inputs]
+        self._record = np.dtype([("present", bool, (len(fields) + 1,)), *fields], align=True)
 
     @classmethod
     def from_metadata(cls, metadata: Any) -> Leaves:
         """Return the leaves of an environment from TorchRL's metadata."""
         return cls(metadata.specs, metadata.env_str.partition("(")[0])
 
-    @staticmethod
-    def require_equal(metadata: Sequence[Any]) -> None:
-        """Raise an error if environments have different leaves."""
-        first, *others = (Leaves.from_metadata(entry) for entry in {id(entry): entry for entry in metadata}.values())
-        for other in others:
-            for name in ("inputs", "outputs", "non_tensor_inputs", "non_tensor_outputs"):
-                one, two = getattr(first, name), getattr(other, name)
-                if one != two:
-                    different = [getattr(leaf, "name", leaf) for leaf in (*one, *two) if (leaf in one) != (leaf in two)]
-                    raise InvalidArgumentError(
-                        f"the specs of the environments differ in {', '.join(map(str, different))}: expected the same "
-                        f"keys, shapes and dtypes in all workers. Use torchrl.envs.ParallelEnv({len(metadata)}, [...])"
-                    )
+    @property
+    def keys(self) -> set[Key]:
+        """Keys of all inputs and outputs."""
+        keys = {leaf.key for leaf in (*self.inputs, *self.outputs)}
+        return keys | {*self.non_tensor_inputs, *self.non_tensor_outputs}
+
+    @property
+    def names(self) -> set[str]:
+        """Inputs and outputs, as texts that differ if specs differ in keys, shapes or dtypes."""
+        tensors = {f"input {leaf.name}" for leaf in self.inputs} | {f"output {leaf.name}" for leaf in self.outputs}
+        return tensors | {f"input {key}" for key in self.non_tensor_inputs} | set(map(str, self.non_tensor_outputs))
 
     @property
     def spaces(self) -> tuple[gymnasium.Space[Any], gymnasium.Space[Any]]:
         """Spaces of an environment whose observations are the outputs, and whose action is the inputs' bytes."""
-        observed = gymnasium.spaces.Dict({leaf.name: leaf.space for leaf in self.outputs})
-        return observed, _LeafSpace((self.nbytes,), np.uint8)
+        observed = gymnasium.spaces.Dict({leaf.name: _LeafSpace(leaf.shape, leaf.dtype) for leaf in self.outputs})
+        return observed, _LeafSpace((self._record.itemsize,), np.uint8)
 
-    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return the inputs in the bytes of several environments.
+    def allocate(self, count: int) -> None:
+        """Make the memory for the inputs of several environments."""
+        memory = np.zeros(count, self._record)
+        self._present, self._bytes = memory["present"], memory.view(np.uint8).reshape(count, -1)
+        self._places = [torch.from_numpy(memory[leaf.name]) for leaf in self.inputs]
 
-        :param memory: ``(n, nbytes)`` bytes
-        """
-        found = []
-        flat, count = memory.view(-1), len(memory)
-        for leaf, offset in zip(self.inputs, self.offsets, strict=True):
-            strides = [1]
-            for size in reversed(leaf.shape[1:]):
-                strides.insert(0, strides[0] * size)
-            typed = flat[offset:].view(leaf.dtype)
-            outer = self.nbytes // leaf.dtype.itemsize
-            found.append(typed.as_strided((count, *leaf.shape), (outer, *strides[: len(leaf.shape)])))
-        return found
+    def write_inputs(self, tensordict: TensorDictBase) -> np.ndarray[Any, Any]:
+        """Return the bytes of the inputs of several environments, in memory that the next call overwrites."""
+        for number, (leaf, place) in enumerate(zip(self.inputs, self._places, strict=True)):
+            value = tensordict.get(leaf.key, None)
+            self._present[:, number] = value is not None
+            if value is not None:
+                place.copy_(fit(value, place.shape, leaf.key))
+        return self._bytes
 
     def read_inputs(self, action: np.ndarray[Any, Any]) -> Iterator[tuple[Key, torch.Tensor]]:
         """Yield key and value of the inputs that are present in the bytes of an action."""
-        memory = torch.from_numpy(action)
-        for number, (leaf, offset) in enumerate(zip(self.inputs, self.offsets, strict=True)):
-            if action[number]:
-                yield leaf.key, memory[offset : offset + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
-
-
-def _align(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+        record = action.view(self._record)
+        for leaf, is_present in zip(self.inputs, record["present"][0], strict=False):
+            if is_present:
+                yield leaf.key, torch.from_numpy(record[leaf.name])[0]
 
 
 def _split(parts: Sequence[Composite | None], name: str) -> tuple[list[Leaf], list[Key]]:
     """Return the tensors of specs, and the keys of what is not a tensor.
 
-    :raises InvalidArgumentError: If a spec has no fixed shape.
+    :raises InvalidArgumentError: If a spec has no fixed shape, or a dtype that NumPy lacks.
     """
     leaves, others = dict[Key, Leaf](), list[Key]()
     for part in parts:
@@ -173,10 +131,47 @@ def _split(parts: Sequence[Composite | None], name: str) -> tuple[list[Leaf], li
             if isinstance(spec, NonTensor):
                 others.append(key)
                 continue
-            if not isinstance(spec.shape, torch.Size) or any(size < 0 for size in spec.shape) or spec.dtype is None:
+            shape = spec.shape
+            if not isinstance(shape, torch.Size) or any(size < 0 for size in shape) or spec.dtype not in _DTYPES:
                 raise InvalidArgumentError(
-                    f"the spec {key!r} of {name} has no fixed shape: expected tensors of one shape. Use "
-                    "torchrl.envs.ParallelEnv(num_workers, create_env_fn, use_buffers=False)"
+                    f"the spec {key!r} of {name} has the dtype {spec.dtype} and the shape {shape}: expected a fixed "
+                    "shape, and a dtype of NumPy. Use torchrl.envs.ParallelEnv(num_workers, create_env_fn, "
+                    "use_buffers=False)"
                 )
-            leaves[key] = Leaf(key, tuple(spec.shape), spec.dtype)
+            leaves[key] = Leaf(key, tuple(shape), _DTYPES[spec.dtype])
     return sorted(leaves.values(), key=lambda leaf: leaf.name), sorted({*others}, key=str)
+
+
+def fit(value: torch.Tensor, shape: torch.Size, key: Any) -> torch.Tensor:
+    """Return a tensor with other axes in the shape of its spec, because ``copy_`` would broadcast it."""
+    if value.shape == shape:
+        return value
+    if value.numel() == shape.numel() and value.shape[:1] == shape[:1]:
+        return value.reshape(shape)
+    raise InvalidArgumentError(
+        f"the entry {key!r} has the shape {list(value.shape)}: expected {list(shape)}, as in the specs. Use "
+        "env.rand_action(tensordict) for an example"
+    )
+
+
+def make_tree(parts: Sequence[Composite], prefix: tuple[str, ...] = ()) -> Tree:
+    """Return the nested keys of specs."""
+    names: dict[str, Any] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.keys()):  # noqa: SIM118
+        found = [part[name] for part in parts if name in part.keys()]  # noqa: SIM118
+        key = (*prefix, name)
+        is_nested = isinstance(found[0], Composite)
+        names[name] = make_tree(found, key) if is_nested else key if prefix else name
+    return parts[0].shape, names
+
+
+def build_tree(tree: Tree, tensors: dict[Any, torch.Tensor], device: torch.device | None) -> TensorDict:
+    """Return a TensorDict with the tensors in the places of a tree."""
+    shape, names = tree
+    entries: dict[str, Any] = {}
+    for name, place in names.items():
+        if type(place) is tuple and type(place[1]) is dict:
+            entries[name] = build_tree(place, tensors, device)
+        elif place in tensors:  # others are not tensors
+            entries[name] = tensors[place]
+    return new_tensordict(entries, shape, device)

@@ -84,12 +84,11 @@ class WorkerPlan:
         self._private_bytes: list[int | None] = []
         sources = list(source) if isinstance(source, (list, tuple)) else [source] * num_workers
         items = list({id(item): item for item in sources}.values())
-        overridden = {name for entry in _mappings(overrides) for name in entry}
-        reads = [(item, _choose_reader(item, overridden)) for item in items]
-        known: list[Any] = [None if read is read_adapted else _describe_instance(item) for item, read in reads]
-        unwrap = known[0] is not None and known == [known[0]] * len(known)
+        overridden = {name for entry in overrides or () if isinstance(entry, Mapping) for name in entry}
+        looks = [_look_at(item, overridden) for item in items]
+        unwrap = looks[0][1] is not None and all(found == looks[0][1] for _, found in looks)
         factories, described = dict[int, EnvFactory[Any]](), dict[int, Any]()
-        for (item, read), found in zip(reads, known, strict=True):
+        for item, (read, found) in zip(items, looks, strict=True):
             factory = self._convert(item, found, unwrap, verify, read)
             if found is None and factory.examination is not None:
                 found = factory.examination.read
@@ -121,7 +120,12 @@ class WorkerPlan:
                 described[index] = self._examine(factories[index], index, read_adapted)
         self.source = [described[index] for index in range(num_workers)]
         self.is_single_source = len(items) == 1
-        Leaves.require_equal(self.source)
+        leaves, *others = (Leaves.from_metadata(one) for one in {id(one): one for one in self.source}.values())
+        if different := {name for other in others for name in leaves.names ^ other.names}:
+            raise InvalidArgumentError(
+                f"the specs of the environments differ in {', '.join(sorted(different))}: expected the same keys, "
+                f"shapes and dtypes in all workers. Use torchrl.envs.ParallelEnv({num_workers}, [...])"
+            )
         self.factories = [factories[index].then(to_tensordict_env, preload=PRELOAD) for index in range(num_workers)]
 
     def _convert(self, item: Any, found: Any, unwrap: bool, verify: bool, read: Any) -> EnvFactory[Any]:
@@ -155,10 +159,8 @@ class WorkerPlan:
     @property
     def spaces(self) -> tuple[Any, Any]:
         """Observation space and action space of the environments in the pool."""
-        found: tuple[Any, Any] = (
-            self.source.spaces if self.is_gymnasium else Leaves.from_metadata(self.source[0]).spaces
-        )
-        return found
+        found: Any = self.source if self.is_gymnasium else Leaves.from_metadata(self.source[0])
+        return found.spaces  # type: ignore[no-any-return]
 
     @property
     def records_episodes(self) -> bool:
@@ -192,34 +194,25 @@ class WorkerPlan:
             **options,
         )
 
-    def configure(self, **options: Any) -> None:
-        """Change options of the next start."""
-        self.start_method = options.pop("start_method", self.start_method)
-        self._options = {**self._options, **options}
-
     def check_spaces(self, found: tuple[Any, Any]) -> None:
         """Raise an error if the environments in the workers have other spaces than the parent process expects."""
-        for name, one, other in zip(("observation_space", "action_space"), self.spaces, found, strict=True):
-            if one != other:
-                raise InvalidArgumentError(
-                    f"the environments in the workers have {name}={other}, and the first one that was built had {one}: "
-                    "expected the same. If overrides change spaces or specs, pass one function per worker: "
-                    "ParallelEnv(2, [make_small, make_large])"
-                )
+        if found != self.spaces:
+            raise InvalidArgumentError(
+                f"the environments in the workers have the spaces {found}, and the first one that was built had "
+                f"{self.spaces}: expected the same. If overrides change spaces or specs, pass one function per worker: "
+                "ParallelEnv(2, [make_small, make_large])"
+            )
 
     def set_up_environments(self, pool: Any) -> None:
         """Limit the threads of new environments, and seed them."""
+        workers = range(len(self.factories))
         if self.is_gymnasium:
-            pool.call(range(len(self.factories)), "apply", (limit_threads, self.num_threads))
-        if self.seeds is None:
-            return
-        if self.is_gymnasium:
-            pool.begin_reset([(seed, None) for seed in self.seeds])
-            pool.wait(raise_failures=True)
-        else:
-            pool.begin_call(
-                range(len(self.factories)), "apply", [(seed_if_possible, seed, False) for seed in self.seeds]
-            )
+            pool.call(workers, "apply", (limit_threads, self.num_threads))
+            if self.seeds is not None:
+                pool.begin_reset([(seed, None) for seed in self.seeds])
+                pool.wait(raise_failures=True)
+        elif self.seeds is not None:
+            pool.begin_call(workers, "apply", [(seed_if_possible, seed, False) for seed in self.seeds])
             pool.results()
 
     def warn_about_memory(self) -> None:
@@ -230,22 +223,13 @@ class WorkerPlan:
             _log.warning("%s", sentence)
 
 
-def _choose_reader(item: Any, overridden: set[str]) -> Callable[[Any], Any]:
-    """Return the function that describes a source. If overrides set attributes of a wrapper, TorchRL has to step it."""
+def _look_at(item: Any, overridden: set[str]) -> tuple[Callable[[Any], Any], GymSource | None]:
+    """Return the function that describes a source, and the description of an instance that needs no process for it."""
     item = item.instance if isinstance(item, EnvFactory) else item
-    return read_adapted if isinstance(item, EnvBase) and overridden & {*vars(item)} else _read_source
-
-
-def _describe_instance(item: Any) -> GymSource | None:
-    """Return the :class:`GymSource` of an instance; None for other sources."""
-    item = item.instance if isinstance(item, EnvFactory) else item
+    if isinstance(item, EnvBase) and overridden & {*vars(item)}:  # overrides of a wrapper: TorchRL has to step it
+        return read_adapted, None
     is_instance = not isinstance(item, type) and all(callable(getattr(item, name, None)) for name in ("reset", "step"))
-    return find_gym_source(item) if is_instance else None
-
-
-def _mappings(overrides: Any) -> list[Mapping[str, Any]]:
-    """Return the entries of overrides that are mappings. Others are refused later."""
-    return [entry for entry in overrides or () if isinstance(entry, Mapping)]
+    return _read_source, find_gym_source(item) if is_instance else None
 
 
 def _overrides_of(item: Any, sources: list[Any], overrides: Any) -> Any:
@@ -266,11 +250,11 @@ def _per_worker(kwargs: Any, number: int) -> list[dict[str, Any]]:
     return [dict(entry) for entry in entries]
 
 
-def _worker_seeds(seed: int | None, num_workers: int) -> list[int] | None:
-    """Return the seeds of the workers, as TorchRL's ``set_seed`` derives them."""
+def _worker_seeds(seed: int | None, count: int) -> list[int] | None:
+    """Return the seeds of workers, as TorchRL's ``set_seed`` derives them."""
     if seed is None:
         return None
     seeds = [int(seed)]
-    while len(seeds) < num_workers:
+    while len(seeds) < count:
         seeds.append(seed_generator(seeds[-1]))
     return seeds

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import gymnasium
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
@@ -43,9 +44,7 @@ class TensorDictEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.environment, self.records_episodes = environment, inner is not None
         self._leaves = Leaves(environment.specs, type(environment).__name__)
         self.observation_space, self.action_space = self._leaves.spaces
-        self._zeros = {
-            leaf.name: leaf.to_array(torch.zeros(leaf.shape, dtype=leaf.dtype)) for leaf in self._leaves.outputs
-        }
+        self._zeros = {leaf.name: np.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves.outputs}
         self._found: dict[str, Any] = {}
         self._root: TensorDictBase = self._new()
 
@@ -87,7 +86,7 @@ class TensorDictEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         found, get = self._found, tensordict.get
         for leaf in self._leaves.outputs:
             if (value := get(leaf.key, None)) is not None:
-                found[leaf.name] = leaf.to_array(value)
+                found[leaf.name] = value.numpy(force=True)
         keys = self._leaves.non_tensor_outputs
         return found, {NON_TENSOR: tensordict.select(*keys, strict=False)} if keys else {}
 

@@ -153,11 +153,11 @@ class WorkerPool(SharedMemoryVectorEnv):
         self._pending = "reset"
         return self.reset_wait()
 
-    def call_each(self, environments: Sequence[int], command: str, arguments: Sequence[Any]) -> list[Any]:
-        """Make a call of :data:`~rl_ext_core.vector.environments.CALLS` for some environments."""
+    def call_each(self, command: str, arguments: Sequence[Any], environments: Sequence[int] = ()) -> list[Any]:
+        """Make a call of :data:`~rl_ext_core.vector.environments.CALLS` for all environments, or for some."""
 
         def call() -> list[Any]:
-            self._pool.begin_call(environments, command, arguments)
+            self._pool.begin_call(environments or range(self.num_envs), command, arguments)
             return self._pool.results()
 
         found: list[Any] = self.run("call", call)
