@@ -19,9 +19,9 @@ from torchrl_ext.parallel.episodes import (
     describe_transform,
     load_transforms,
     raise_first,
-    split_transforms,
     transform_shapes,
 )
+from torchrl_ext.parallel.worker_env import split_transforms
 
 __all__ = ["EnvironmentState"]
 
@@ -88,11 +88,13 @@ class EnvironmentState:
                 f"the environments of {type(self._base).__name__} are closed, or were not reset: expected environments "
                 "in an episode. Call env.reset() first"
             )
-        collector = self._collector
+        collector, episodes = self._collector, self._episodes.save()
+        if unsaved := [name for one in episodes for name in unsaved_attributes(one["layers"])]:
+            warnings.warn(f"Environment: {', '.join(dict.fromkeys(unsaved))} cannot be saved.", stacklevel=2)
         state = {
             "format": _FORMAT,
             "layout": self._layout(),
-            "episodes": self._save_episodes(),
+            "episodes": episodes,
             "buffers": self._base.shared_tensordict_parent.clone() if self._has_buffers else None,
             "transforms": [transform.state_dict() for transform in self._transforms],
             "collector": None if collector is None else (collector.state_dict(), collector._carrier),
@@ -120,8 +122,12 @@ class EnvironmentState:
         self._check_layout(state["layout"])
         if self._collector is None:
             self._env.reset()  # starts workers, and sets up transforms
-        else:
-            self._load_collector(*state["collector"])
+        else:  # TorchRL begins new trajectories, whose numbers differ
+            collector, (saved, carrier) = self._collector, state["collector"]
+            collector.load_state_dict(saved, strict="policy_state_dict" in saved)
+            if "traj_pool" in saved:
+                collector._traj_pool.load_state_dict(saved["traj_pool"])
+            collector._carrier = carrier
         self._restore_episodes(state["episodes"])
         if self._has_buffers:  # transforms in the workers read entries of the last step
             self._base.shared_tensordict_parent.update_(state["buffers"])
@@ -156,29 +162,10 @@ class EnvironmentState:
                     "the collector like those of the saved run, and then call load_state_dict(...)"
                 )
 
-    def _load_collector(self, state: dict[str, Any], carrier: Any) -> None:
-        """Restore the collector, and the TensorDict with which it continues.
-
-        TorchRL begins new trajectories, whose numbers differ.
-        """
-        collector = self._collector
-        collector.load_state_dict(state, strict="policy_state_dict" in state)
-        if "traj_pool" in state:
-            collector._traj_pool.load_state_dict(state["traj_pool"])
-        collector._carrier = carrier
-
     @property
     def _has_buffers(self) -> bool:
         """Whether the environments write to TensorDicts that their batch shares."""
         return isinstance(self._base, SerialEnv) and bool(self._base._use_buffers)
-
-    def _save_episodes(self) -> list[dict[str, Any]]:
-        """Return the state of each episode, and warn about attributes that are not part of it."""
-        states = self._episodes.save()
-        for state in states:
-            if unsaved := unsaved_attributes(state["layers"]):
-                warnings.warn(f"Environment: {', '.join(unsaved)} cannot be saved.", stacklevel=3)
-        return states
 
     def _restore_episodes(self, states: list[dict[str, Any]]) -> None:
         """Repeat the episode of each environment."""

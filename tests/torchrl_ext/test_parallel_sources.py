@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_sources_are_not_built_in_the_parent_process(form: str, method: str | No
 
 
 @pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.parametrize("make", [make_changed_well, NativeEnv, make_transformed_well])
+@pytest.mark.parametrize("make", [make_well, make_changed_well, NativeEnv, make_transformed_well])
 def test_instances_stay_unchanged_and_usable(make: Any, event_log: Path) -> None:
     instance = make()
     instance.reset()
@@ -111,6 +112,7 @@ def test_instances_stay_unchanged_and_usable(make: Any, event_log: Path) -> None
     env.rollout(3)
     env.close()
     del env
+    gc.collect()
     assert before.differences(fingerprint(instance)) == []
     assert count_events("closed", in_this_process=True) == 0
     if isinstance(instance, Well):

@@ -122,10 +122,8 @@ class ParallelEnv(EnvBase):
         first = plan.source[0]
         self._device = first.device if self.device is None else self.device
         self.batch_size = torch.Size([count, *first.batch_size])
-        if plan.is_single_source:
-            specs = first.specs.expand(self.batch_size)
-        else:
-            specs = torch.stack([entry.specs for entry in plan.source], 0)
+        is_single = all(entry is first for entry in plan.source)
+        specs = first.specs.expand(self.batch_size) if is_single else torch.stack([one.specs for one in plan.source])
         read, written = specs["input_spec"].to(self._device), specs["output_spec"].to(self._device)
         leaves, parts = Leaves.from_metadata(first), [written["full_observation_spec"], written["full_done_spec"]]
         leaves.allocate(count)

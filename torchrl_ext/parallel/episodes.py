@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.nn.parameter import is_lazy
-from torchrl.envs import Compose, SerialEnv, TransformedEnv
+from torchrl.envs import Compose, SerialEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.recording import EpisodeRecorder
 from rl_ext_core.recording.generators import global_states, restore_global_states
 from rl_ext_core.recording.layers import describe_layers, layer_states, restore_layers
 from torchrl_ext.parallel.env import ParallelEnv
-from torchrl_ext.parallel.worker_env import TensorDictEnv, find_gymnasium_env
+from torchrl_ext.parallel.worker_env import TensorDictEnv, find_gymnasium_env, split_transforms
 
-__all__ = ["Episodes", "describe_transform", "load_transforms", "raise_first", "split_transforms", "transform_shapes"]
+__all__ = ["Episodes", "describe_transform", "load_transforms", "raise_first", "transform_shapes"]
 
 State = dict[str, Any]
 
@@ -56,7 +56,7 @@ class Episodes:
         """
         if not self._needs_torchrl:
             return [(f"GymWrapper of {text}", {}) for text in self._apply(describe_layers)]
-        found = self._apply(_describe)
+        found = self._apply(_describe_episode)
         for text, shapes in found:
             if shapes is None:
                 raise InvalidTypeError(
@@ -111,16 +111,6 @@ def raise_first(problems: Sequence[str | None]) -> None:
         raise InvalidArgumentError(problem)
 
 
-def split_transforms(environment: Any) -> tuple[list[Any], Any]:
-    """Return the transforms of an environment, outermost first, and the environment without them."""
-    transforms = []
-    environment = environment.environment if isinstance(environment, TensorDictEnv) else environment
-    while isinstance(environment, TransformedEnv):
-        transforms.append(environment.transform)
-        environment = environment.base_env
-    return transforms, environment
-
-
 def describe_transform(transform: Any) -> str:
     """Return the class of a transform, and of the transforms in it."""
     inner = ", ".join(map(describe_transform, transform)) if isinstance(transform, Compose) else ""
@@ -139,7 +129,7 @@ def transform_shapes(environment: Any) -> dict[str, str]:
     return found
 
 
-def _describe(environment: Any) -> tuple[str, dict[str, str] | None]:
+def _describe_episode(environment: Any) -> tuple[str, dict[str, str] | None]:
     """Return the classes in an environment and the shapes of its transforms; None if it is not recorded."""
     transforms, base = split_transforms(environment)
     if isinstance(environment, TensorDictEnv):

@@ -96,7 +96,9 @@ def find_gym_source(environment: Any) -> GymSource | None:
     options |= {"device": environment.device, "categorical_action_encoding": environment._categorical_action_encoding}
     spaces = wrapped.observation_space, wrapped.action_space
     source = GymSource(spaces, options, environment.from_pixels, environment.wrapper_frame_skip)
-    return source if _is_like(environment, GymBase(wrapped, source)) else None
+    fresh = GymBase(wrapped, source)
+    fresh.is_closed = True  # otherwise its end closes the user's environment
+    return source if _is_like(environment, fresh) else None
 
 
 def _is_like(environment: EnvBase, fresh: EnvBase) -> bool:

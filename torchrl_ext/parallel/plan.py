@@ -93,15 +93,16 @@ class WorkerPlan:
             if found is None and factory.examination is not None:
                 found = factory.examination.read
             self._private_bytes.append(None if factory.examination is None else factory.examination.private_bytes)
-            own, index = _overrides_of(item, sources, overrides), [*map(id, sources)].index(id(item))
+            numbers = [number for number, other in enumerate(sources) if other is item]
+            own, index = _overrides_of(item, sources, overrides), numbers[0]
             bound = factory.for_workers(num_workers, overrides=own, seed=seed, devices=devices)
-            factories |= {number: bound[number] for number, other in enumerate(sources) if other is item}
+            factories |= {number: bound[number] for number in numbers}
             if found is None or bound[index].overrides or self.kwargs[index] or bound[index].decision is not None:
                 fresh = self._examine(bound[index], index, read)
                 fresh = GymSource(fresh) if isinstance(fresh, tuple) else fresh
                 is_same = isinstance(found, GymSource) and isinstance(fresh, GymSource)
                 found = dataclasses.replace(found, spaces=fresh.spaces) if is_same else fresh
-            described |= {number: found for number, other in enumerate(sources) if other is item}
+            described |= dict.fromkeys(numbers, found)
         self.seeds = _worker_seeds(seed, num_workers)  # for_workers() has checked the seed
         first = described[0]
         if isinstance(first, GymSource) and all(entry == first for entry in described.values()):
@@ -119,7 +120,6 @@ class WorkerPlan:
             if isinstance(entry, GymSource):
                 described[index] = self._examine(factories[index], index, read_adapted)
         self.source = [described[index] for index in range(num_workers)]
-        self.is_single_source = len(items) == 1
         leaves, *others = (Leaves.from_metadata(one) for one in {id(one): one for one in self.source}.values())
         if different := {name for other in others for name in leaves.names ^ other.names}:
             raise InvalidArgumentError(

@@ -14,17 +14,26 @@ from torchrl.envs.libs.gym import GymWrapper
 
 from torchrl_ext.parallel.leaves import Leaves
 
-__all__ = ["TensorDictEnv", "find_gymnasium_env", "seed_environment", "seed_if_possible"]
+__all__ = ["TensorDictEnv", "find_gymnasium_env", "seed_environment", "seed_if_possible", "split_transforms"]
 
 # Key of the infos, and of the options of reset.
 NON_TENSOR, TENSORDICT = "non-tensor entries", "tensordict"
 
 
+def split_transforms(environment: Any) -> tuple[list[Any], Any]:
+    """Return the transforms of an environment, outermost first, and the environment without them."""
+    transforms = []
+    environment = environment.environment if isinstance(environment, TensorDictEnv) else environment
+    while isinstance(environment, TransformedEnv):
+        transforms.append(environment.transform)
+        environment = environment.base_env
+    return transforms, environment
+
+
 def find_gymnasium_env(environment: Any) -> Any:
     """Return the single gymnasium environment in a ``GymWrapper``, which may be transformed; None if there is none."""
-    while isinstance(environment, TransformedEnv):
-        environment = environment.base_env
-    found = environment._env if isinstance(environment, GymWrapper) else None
+    base = split_transforms(environment)[1]
+    found = base._env if isinstance(base, GymWrapper) else None
     return found if isinstance(found, gymnasium.Env) else None
 
 
