@@ -123,7 +123,9 @@ class ParallelEnv(EnvBase):
         self._device = first.device if self.device is None else self.device
         self.batch_size = torch.Size([count, *first.batch_size])
         is_single = all(entry is first for entry in plan.source)
-        specs = first.specs.expand(self.batch_size) if is_single else torch.stack([one.specs for one in plan.source])
+        specs: Any = (
+            first.specs.expand(self.batch_size) if is_single else torch.stack([one.specs for one in plan.source])
+        )
         read, written = specs["input_spec"].to(self._device), specs["output_spec"].to(self._device)
         leaves, parts = Leaves.from_metadata(first), [written["full_observation_spec"], written["full_done_spec"]]
         leaves.allocate(count)
@@ -145,7 +147,7 @@ class ParallelEnv(EnvBase):
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Take a step and reset what is done; return this TensorDict and the next one."""
-        stepper = self._base if self._delegates(tensordict) else super()
+        stepper: Any = self._base if self._delegates(tensordict) else super()
         found: tuple[TensorDictBase, TensorDictBase] = stepper.step_and_maybe_reset(tensordict)
         return found
 
@@ -350,14 +352,13 @@ class ParallelEnv(EnvBase):
             states = [state_dict[f"worker{number}"] for number in range(self.num_workers)]
             self._pool.call_each("call", [("load_state_dict", (state,), {}) for state in states])
 
-    def __getitem__(self, item: Any) -> NoReturn:
+    def __getitem__(self, item: Any, source: Any = None) -> NoReturn:
         raise NotImplementedError(
             f"env[{item!r}] is not supported, neither views nor snapshot writeback: expected all environments, or the "
             f"entry _step to step some. Use torchrl.envs.ParallelEnv({self.num_workers}, create_env_fn)[{item!r}]"
         )
 
-    def __setitem__(self, item: Any, source: Any) -> NoReturn:
-        self[item]
+    __setitem__ = __getitem__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or hasattr(type(self), name):  # private, or a property that raised AttributeError

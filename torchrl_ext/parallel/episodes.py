@@ -133,7 +133,7 @@ def _describe_episode(environment: Any) -> tuple[str, dict[str, str] | None]:
     """Return the classes in an environment and the shapes of its transforms; None if it is not recorded."""
     transforms, base = split_transforms(environment)
     if isinstance(environment, TensorDictEnv):
-        layers = environment if environment.records_episodes else None
+        layers: Any = environment if environment.records_episodes else None
     else:
         recorder = find_gymnasium_env(base)
         layers = recorder if isinstance(recorder, EpisodeRecorder) else None

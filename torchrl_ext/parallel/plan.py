@@ -84,7 +84,8 @@ class WorkerPlan:
         self._private_bytes: list[int | None] = []
         sources = list(source) if isinstance(source, (list, tuple)) else [source] * num_workers
         items = list({id(item): item for item in sources}.values())
-        overridden = {name for entry in overrides or () if isinstance(entry, Mapping) for name in entry}
+        given: Any = overrides or ()  # other values are refused later
+        overridden = {name for entry in given if isinstance(entry, Mapping) for name in entry}
         looks = [_look_at(item, overridden) for item in items]
         unwrap = looks[0][1] is not None and all(found == looks[0][1] for _, found in looks)
         factories, described = dict[int, EnvFactory[Any]](), dict[int, Any]()
@@ -160,7 +161,8 @@ class WorkerPlan:
     def spaces(self) -> tuple[Any, Any]:
         """Observation space and action space of the environments in the pool."""
         found: Any = self.source if self.is_gymnasium else Leaves.from_metadata(self.source[0])
-        return found.spaces  # type: ignore[no-any-return]
+        spaces: tuple[Any, Any] = found.spaces
+        return spaces
 
     @property
     def records_episodes(self) -> bool:
@@ -223,7 +225,7 @@ class WorkerPlan:
             _log.warning("%s", sentence)
 
 
-def _look_at(item: Any, overridden: set[str]) -> tuple[Callable[[Any], Any], GymSource | None]:
+def _look_at(item: Any, overridden: set[str]) -> tuple[Callable[[Any], Any], Any]:
     """Return the function that describes a source, and the description of an instance that needs no process for it."""
     item = item.instance if isinstance(item, EnvFactory) else item
     if isinstance(item, EnvBase) and overridden & {*vars(item)}:  # overrides of a wrapper: TorchRL has to step it
