@@ -287,6 +287,19 @@ def test_options_without_effect_are_accepted_and_others_refused() -> None:
         ParallelEnv(2, make_native, colour=1)
 
 
+class HalfPrecision(NativeEnv):
+    """``NativeEnv`` whose observation has a dtype that NumPy lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spec["observation"] = Unbounded((2,), dtype=torch.bfloat16)
+
+
+def test_dtypes_that_numpy_lacks_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"'observation' of .* torch.bfloat16 .*Use torchrl.envs.Par"):
+        ParallelEnv(2, HalfPrecision)
+
+
 def test_inputs_of_another_shape_are_refused() -> None:
     env = ParallelEnv(3, make_native)
     td = env.rand_action(env.reset())
