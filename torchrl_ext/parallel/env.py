@@ -117,7 +117,8 @@ class ParallelEnv(EnvBase):
         if isinstance(plan.source, GymSource):
             base = GymBase(pool, plan.source, self.device)
             own.update(_base=base, _input_spec=base.input_spec.clone(), _output_spec=base.output_spec.clone())
-            self.batch_size, self._device, own["rand_action"] = base.batch_size, base.device, base.rand_action
+            self.batch_size, self._device = base.batch_size, base.device
+            own["rand_action"] = lambda *args, **options: base.rand_action(*args, **options)
             return
         first = plan.source[0]
         self._device = first.device if self.device is None else self.device
