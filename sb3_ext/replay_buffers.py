@@ -251,9 +251,6 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         """
         return self._observations.store.recovered
 
-    def flush(self) -> None:
-        """Do nothing, because every transition in ``storage_dir`` survives the process once it was added."""
-
     def close(self) -> None:
         """Release ``storage_dir`` for other processes. The buffer cannot be sampled afterwards."""
         self._observations.store.close()

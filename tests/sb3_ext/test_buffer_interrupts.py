@@ -111,7 +111,6 @@ REPLAY_CALLS: dict[str, Callable[[Any], Any]] = {
     "sample": lambda buffer: buffer.sample(5),
     "reset": lambda buffer: buffer.reset(),
     "pickle": lambda buffer: pickle.dump(buffer, io.BytesIO(), 5),
-    "flush": lambda buffer: buffer.flush(),
 }
 
 
