@@ -251,9 +251,6 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         """
         return self._observations.store.recovered
 
-    def flush(self) -> None:
-        """Do nothing, because every transition in ``storage_dir`` survives the process once it was added."""
-
     def close(self) -> None:
         """Release ``storage_dir`` for other processes. The buffer cannot be sampled afterwards."""
         self._observations.store.close()
@@ -282,7 +279,7 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         return rows
 
     def sample_sequences(
-        self, batch_size: int, length: int, burn_in: int = 0, env: VecNormalize | None = None
+        self, batch_size: int, length: int, burn_in: int = 0, env: VecNormalize | None = None, *, period: int = 1
     ) -> SequenceSamples:
         """
         Sample sequences of consecutive steps, for recurrent networks.
@@ -293,6 +290,8 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         :param length: Number of steps to learn from. The first is drawn as in :meth:`sample`
         :param burn_in: Number of steps before these, fewer if the episode starts later
         :param env: Environment to normalize observations and rewards with
+        :param period: The first step to learn from has a row that is a multiple of this, or is the oldest one. With
+            ``period=length``, different sequences do not overlap. Source: https://github.com/instadeepai/flashbax
         :return: Sequences, padded with zeros to ``burn_in + length`` steps
         :raises InvalidArgumentError: If an argument is too small, or the buffer is empty.
         :raises InvalidTypeError: If a number is not an integer.
@@ -302,13 +301,16 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
                 f"sample_sequences() is not supported by {type(self).__name__}, because {self._NO_SEQUENCES}"
             )
         batch_size, length = check_count("batch_size", batch_size), check_count("length", length)
-        burn_in = check_count("burn_in", burn_in, least=0)
+        burn_in, period = check_count("burn_in", burn_in, least=0), check_count("period", period)
         with self._observations.lock:  # another thread could add, and overwrite the rows that are drawn here
             if not self.size():
                 raise InvalidArgumentError(
                     "the buffer is empty, expected transitions. Call add() before sample_sequences()"
                 )
             rows = self._draw_rows(batch_size)
+            first, oldest = rows - rows % period, (self.pos - self.size()) % self.buffer_size
+            is_held = (first - oldest) % self.buffer_size < self.size()
+            rows = np.where(is_held, first, oldest)
             # The calls to the generator are those of sample(), so the same transitions are drawn.
             envs = np.random.randint(0, self.n_envs, size=batch_size)
             return sequences_around(self, self._observations, rows, envs, length=length, burn_in=burn_in, env=env)

@@ -709,7 +709,6 @@ def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback])
             if (storage_dir := _storage_dir(model)) is None:
                 model.save_replay_buffer(temporary / _BUFFER)
             else:
-                model.replay_buffer.flush()  # type: ignore[union-attr]
                 copy_folder(pathlib.Path(storage_dir), temporary / _STORAGE)
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
         checksums = {path.relative_to(temporary).as_posix(): _file_checksum(path) for path in files}

@@ -171,11 +171,11 @@ class SameAsUpstream(RuleBasedStateMachine):
         if self.theirs.size() and known:
             assert_same_draws(lambda buffer: buffer.sample(batch_size), self.ours, self.theirs, seed)
 
-    @rule(length=st.integers(1, 12), burn_in=st.integers(0, 30))
-    def sample_sequences(self, length: int, burn_in: int) -> None:
+    @rule(length=st.integers(1, 12), burn_in=st.integers(0, 30), period=st.integers(1, 9))
+    def sample_sequences(self, length: int, burn_in: int, period: int) -> None:
         """Check that sequences equal those of a loop over SB3's arrays."""
         if self.kind in ("plain", "dict") and self.ours.size():
-            assert_same_sequences(self.ours, self.theirs, 5, length=length, burn_in=burn_in)
+            assert_same_sequences(self.ours, self.theirs, 5, length=length, burn_in=burn_in, period=period)
 
     @rule(start=st.integers(-45, 45), stop=st.integers(-45, 45), step=st.sampled_from([-2, -1, 1, 3]))
     def slice(self, start: int, stop: int, step: int) -> None:

@@ -67,12 +67,16 @@ def expected_sequence(
     return rows, n_burn_in, starts
 
 
-def expected_samples(theirs: Any, held: int, seed: int, batch_size: int, *, length: int, burn_in: int) -> Any:
+def expected_samples(
+    theirs: Any, held: int, seed: int, batch_size: int, *, length: int, burn_in: int, period: int = 1
+) -> Any:
     """Return what ``sample_sequences`` returns, from SB3's arrays, and leave NumPy's generator in the same state."""
     np.random.seed(seed)
     drawn = np.random.randint(0, held, size=batch_size)
     if held < theirs.size():
         drawn = (theirs.pos - held + drawn) % theirs.buffer_size
+    kept = [(theirs.pos - held + age) % theirs.buffer_size for age in range(held)]
+    drawn = np.array([row - row % period if row - row % period in kept else kept[0] for row in drawn])
     envs = np.random.randint(0, theirs.n_envs, size=batch_size)
     n_steps, shape = burn_in + length, (batch_size, burn_in + length)
     keys = [None] if isinstance(theirs.observations, np.ndarray) else [*theirs.observations]
@@ -108,13 +112,17 @@ def expected_samples(theirs: Any, held: int, seed: int, batch_size: int, *, leng
     )
 
 
-def assert_same_sequences(ours: Any, theirs: Any, batch_size: int = 9, *, length: int, burn_in: int) -> None:
+def assert_same_sequences(
+    ours: Any, theirs: Any, batch_size: int = 9, *, length: int, burn_in: int, period: int = 1
+) -> None:
     """Check that the sequences of a compressed buffer equal those of a loop over SB3's arrays."""
     for seed in range(2):
-        expected = expected_samples(theirs, ours.size(), seed, batch_size, length=length, burn_in=burn_in)
+        expected = expected_samples(
+            theirs, ours.size(), seed, batch_size, length=length, burn_in=burn_in, period=period
+        )
         state = np.random.get_state()
         np.random.seed(seed)
-        found = ours.sample_sequences(batch_size, length, burn_in)
+        found = ours.sample_sequences(batch_size, length, burn_in, period=period)
         assert str(np.random.get_state()) == str(state)
         assert_equal_bits(SequenceSamples(*found[:-2], None, None), SequenceSamples(*expected[:-2], None, None))
         for left, right in zip(found[-2:], expected[-2:], strict=True):

@@ -76,7 +76,6 @@ def test_load_after_del_continues_in_the_folder(tmp_path: Path) -> None:
     assert model.replay_buffer.size() == 30
     model.load_replay_buffer(tmp_path / "buffer.pkl")
     without_logger(model).learn(20, reset_num_timesteps=False)
-    model.replay_buffer.flush()
     assert (tmp_path / "buffer.pkl").stat().st_size < 10_000
     shutil.copytree(tmp_path / "a", tmp_path / "killed")
     assert size_of_folder(tmp_path / "killed") == 50
