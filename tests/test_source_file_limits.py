@@ -53,10 +53,10 @@ if __name__ == "__main__":
 
 @pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize(
-    # The present numbers of files. Four record the state at construction, which resume() needs.
+    # The present numbers of files. Two of ParallelEnv are the pool that VecEnvs have, too. Four record the state at construction, which resume() needs.
     ("imports", "call", "most"),
     [
-        ("from torchrl_ext import ParallelEnv", "ParallelEnv(2, env)", 26),
+        ("from torchrl_ext import ParallelEnv", "ParallelEnv(2, env)", 28),
         ("from sb3_ext import make_vec_env", 'make_vec_env("CartPole-v1", 2)', 27),
         ("from sb3_ext import make_vec_env", "make_vec_env(Shared, 2)", 27),
     ],
