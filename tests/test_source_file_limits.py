@@ -53,7 +53,8 @@ if __name__ == "__main__":
 
 @pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize(
-    # The present numbers of files. Two of ParallelEnv are the pool that VecEnvs have, too. Four record the state at construction, which resume() needs.
+    # The present numbers of files. Two of ParallelEnv are the pool that VecEnvs have, too. Four record the state at
+    # construction, which resume() needs.
     ("imports", "call", "most"),
     [
         ("from torchrl_ext import ParallelEnv", "ParallelEnv(2, env)", 28),
