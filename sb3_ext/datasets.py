@@ -187,10 +187,12 @@ def read_buffer_episodes(buffer: ReplayBuffer) -> Iterator[Episode]:
     """
     size = buffer.size()
     rows = (buffer.pos - size + np.arange(size)) % buffer.buffer_size
+    stored = getattr(buffer, "_observations", None)  # of a compressed buffer
+    max_error = 0 if stored is None else stored.map_parts(lambda part: part.max_error)
     for env in range(buffer.n_envs):
-        yield from split_episodes(
-            _read_steps(buffer, rows[first : first + _ROWS_PER_CHUNK], env) for first in range(0, size, _ROWS_PER_CHUNK)
-        )
+        firsts = range(0, size, _ROWS_PER_CHUNK)
+        steps = (_read_steps(buffer, rows[first : first + _ROWS_PER_CHUNK], env) for first in firsts)
+        yield from split_episodes(steps, max_error)
 
 
 def _read_steps(buffer: ReplayBuffer, rows: np.ndarray, env: int) -> Steps:

@@ -272,6 +272,9 @@ class Observations:
     def are_equal(self, left: Mapping[Any, IndexArray], right: Mapping[Any, IndexArray]) -> npt.NDArray[np.bool_]:
         """Return which of two batches of handles refer to equal observations, shape ``(batch,)``.
 
+        With ``max_error``, one picture may be stored twice with different errors. So those that differ by at most twice
+        that are equal.
+
         :param left, right: Handles of shape ``(batch,)``, by key
         """
         equal = np.ones(len(left[next(iter(left))]), dtype=np.bool_)
@@ -282,7 +285,11 @@ class Observations:
                 sides = [np.empty((len(differ), *part.shape), dtype=part.dtype) for _ in range(2)]
                 for handles, stacks in zip((left[key], right[key]), sides, strict=True):
                     self.store.get_stacks(handles[differ], stacks, key=key, num_threads=self._thread_count())
-                equal[differ] &= ~differing_rows(*sides)
+                if bound := 2 * self.store.parts[key].max_error:
+                    errors = np.abs(np.subtract(*sides, dtype=np.int16)).reshape(len(differ), -1)
+                    equal[differ] &= errors.max(1) <= bound
+                else:
+                    equal[differ] &= ~differing_rows(*sides)
         return equal
 
     def _thread_count(self) -> int:

@@ -166,9 +166,9 @@ def read_storage_episodes(
     first = 0 if last is None or n_steps < storage.max_size else last + 1
     places = (first + torch.arange(n_steps)) % max(n_steps, 1)
     keys = find_observation_keys(storage)
-    yield from split_episodes(
-        _as_steps(storage.get(part), keys, observation_space, action_space) for part in places.split(_ROWS_PER_CHUNK)
-    )
+    parts = places.split(_ROWS_PER_CHUNK)
+    steps = (_as_steps(storage.get(part), keys, observation_space, action_space) for part in parts)
+    yield from split_episodes(steps, getattr(storage, "_options", {}).get("max_error", 0))
 
 
 def find_observation_keys(storage: TensorStorage) -> list[str]:

@@ -236,3 +236,17 @@ def test_sequences_are_consistent_while_other_threads_add() -> None:
         stop.set()
         for thread in threads:
             thread.join()
+
+
+def test_sequences_of_bounded_errors_do_not_end_with_a_segment() -> None:
+    """A picture that is stored again in another segment has other errors."""
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (3, 36, 36)).astype(np.uint8)
+    space = spaces.Box(0, 255, image.shape, np.uint8)
+    buffer = CompressedReplayBuffer(300, space, spaces.Discrete(2), "cpu", max_error=4, n_stack=1)
+    obs = image
+    for step in range(300):
+        nexts = np.clip(np.roll(image, step, 1) + rng.integers(-3, 4, image.shape), 0, 255).astype(np.uint8)
+        buffer.add(obs[None], nexts[None], np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
+        obs = nexts
+    assert buffer.sample_sequences(8, length=1, burn_in=300).n_burn_in.max() > 200

@@ -134,22 +134,28 @@ def map_values(function: Callable[..., Any], values: Values, *others: Values) ->
     return function(values, *others)
 
 
-def split_episodes(chunks: Iterable[Steps]) -> Iterator[Episode]:
+def split_episodes(chunks: Iterable[Steps], max_error: Any = 0) -> Iterator[Episode]:
     """Yield the episodes of consecutive steps of one environment.
 
     An episode ends at a termination, at a truncation, and where the observation after a step is not the next
     observation. In the latter case, and after the last step, the episode is marked as truncated.
 
     :param chunks: Steps, from the oldest to the newest
+    :param max_error: Largest error of observations, or a dict of these. An observation may have been stored twice with
+        different errors, so it is the next one if they differ by at most twice that
     """
     parts: list[Steps] = []  # of the episode that has not ended
     for chunk in chunks:
         n_steps = len(chunk.rewards)
-        if parts and not _equal_rows(parts[-1].part(-1, None).next_observations, chunk.part(0, 1).observations)[0]:
+        if (
+            parts
+            and not _equal_rows(parts[-1].part(-1, None).next_observations, chunk.part(0, 1).observations, max_error)[0]
+        ):
             yield _join(parts)
             parts = []
         ends = chunk.terminations | chunk.truncations
-        ends[:-1] |= ~_equal_rows(chunk.part(0, n_steps - 1).next_observations, chunk.part(1, n_steps).observations)
+        before, after = chunk.part(0, n_steps - 1).next_observations, chunk.part(1, n_steps).observations
+        ends[:-1] |= ~_equal_rows(before, after, max_error)
         first = 0
         for end in (np.flatnonzero(ends) + 1).tolist():
             yield _join([*parts, chunk.part(first, end)])
@@ -160,10 +166,13 @@ def split_episodes(chunks: Iterable[Steps]) -> Iterator[Episode]:
         yield _join(parts)
 
 
-def _equal_rows(values: Values, others: Values) -> npt.NDArray[np.bool_]:
+def _equal_rows(values: Values, others: Values, max_error: Any) -> npt.NDArray[np.bool_]:
     """Return which rows are equal, in all arrays of a dict. NaN equals NaN."""
     if isinstance(values, Mapping):
-        equal = np.stack([_equal_rows(values[key], others[key]) for key in values], axis=1)
+        errors = max_error if isinstance(max_error, Mapping) else dict.fromkeys(values, max_error)
+        equal = np.stack([_equal_rows(values[key], others[key], errors[key]) for key in values], axis=1)
+    elif max_error and np.asarray(values).dtype == np.uint8:  # only these have errors
+        equal = np.abs(np.subtract(values, others, dtype=np.int16)) <= 2 * max_error
     else:
         equal = np.asarray((values == others) | ((values != values) & (others != others)))
     return np.asarray(equal.all(axis=tuple(range(1, equal.ndim))))
