@@ -384,10 +384,10 @@ def test_seeds_equal_upstream() -> None:
 
 def test_num_workers_builds_a_parallel_env_of_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("torchrl_ext.gym.wrapper.ParallelEnv", lambda *args, **kwargs: asked.append((*args, kwargs)))
+    monkeypatch.setattr(GymWrapper, "make_parallel", lambda *args: asked.append(args))
     GymWrapper(Walk(5, 5), num_workers=3, copy=False)
-    ((count, make, options),) = asked
-    assert (count, options) == (3, {"metadata_from_workers": True})
+    ((count, make),) = asked
+    assert count == 3
     assert type(make()) is GymWrapper
     assert make().rollout(3).shape == (3,)
 
