@@ -24,11 +24,16 @@ def no_servers() -> None:
     stop_servers()
 
 
+def find_new(before: list[str]) -> list[str]:
+    """Return the pids of remaining children that are not those of fixtures."""
+    return [line.split(":")[0] for line in remaining_children(grace_s=0) if line not in before]
+
+
 def test_running_child_is_reported() -> None:
-    assert remaining_children(grace_s=0) == []
+    before = remaining_children(grace_s=0)
     with subprocess.Popen(SLEEP) as child:
         try:
-            assert [line.split(":")[0] for line in remaining_children(grace_s=0)] == [str(child.pid)]
+            assert find_new(before) == [str(child.pid)]
         finally:
             child.kill()
 
@@ -51,9 +56,10 @@ def test_workers_of_a_test_exclude_processes_that_ran_before_it() -> None:
 
 def test_orphan_of_an_ended_child_is_reported() -> None:
     script = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL).pid)"
+    before = remaining_children(grace_s=0)
     left = subprocess.run([sys.executable, "-c", script, *SLEEP], stdout=subprocess.PIPE, text=True, check=True)
     try:
-        assert [line.split(":")[0] for line in remaining_children(grace_s=0)] == [left.stdout.strip()]
+        assert find_new(before) == [left.stdout.strip()]
     finally:
         os.kill(int(left.stdout), signal.SIGKILL)
 
