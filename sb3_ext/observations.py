@@ -18,6 +18,7 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_obs_shape
 
+from rl_ext_core._values import may_be_same
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.gpu_decode import GpuDecoder
 from rl_ext_core.frames.layout import differing_rows
@@ -272,8 +273,7 @@ class Observations:
     def are_equal(self, left: Mapping[Any, IndexArray], right: Mapping[Any, IndexArray]) -> npt.NDArray[np.bool_]:
         """Return which of two batches of handles refer to equal observations, shape ``(batch,)``.
 
-        With ``max_error``, one picture may be stored twice with different errors. So those that differ by at most twice
-        that are equal.
+        With ``max_error``, those are equal that may be one picture.
 
         :param left, right: Handles of shape ``(batch,)``, by key
         """
@@ -285,11 +285,8 @@ class Observations:
                 sides = [np.empty((len(differ), *part.shape), dtype=part.dtype) for _ in range(2)]
                 for handles, stacks in zip((left[key], right[key]), sides, strict=True):
                     self.store.get_stacks(handles[differ], stacks, key=key, num_threads=self._thread_count())
-                if bound := 2 * self.store.parts[key].max_error:
-                    errors = np.abs(np.subtract(*sides, dtype=np.int16)).reshape(len(differ), -1)
-                    equal[differ] &= errors.max(1) <= bound
-                else:
-                    equal[differ] &= ~differing_rows(*sides)
+                max_error = self.store.parts[key].max_error
+                equal[differ] &= may_be_same(sides[0], sides[1], max_error) if max_error else ~differing_rows(*sides)
         return equal
 
     def _thread_count(self) -> int:

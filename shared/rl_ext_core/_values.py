@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["IMMUTABLE_TYPES", "copy_output"]
+__all__ = ["IMMUTABLE_TYPES", "copy_output", "may_be_same"]
 
 # Python's types of values that need no copy.
 IMMUTABLE_TYPES = (int, float, bool, str, bytes, type(None))
@@ -38,3 +38,12 @@ def copy_output(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # for example locks and simulator handles
         return value
+
+
+def may_be_same(left: Any, right: Any, max_error: int) -> Any:
+    """Return in which rows two uint8 arrays may be one picture that was stored twice, each time with another error.
+
+    :param max_error: largest error of a stored byte, so that both differ by at most twice that
+    """
+    errors = np.abs(np.subtract(left, right, dtype=np.int16))
+    return errors.max(axis=tuple(range(1, errors.ndim)), initial=0) <= 2 * max_error

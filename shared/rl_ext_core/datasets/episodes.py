@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rl_ext_core._values import may_be_same
 from rl_ext_core.errors import CorruptFileError, InvalidTypeError
 
 # An array with one row per step, or a dict of them by key of a Dict space, which may be nested.
@@ -141,8 +142,7 @@ def split_episodes(chunks: Iterable[Steps], max_error: Any = 0) -> Iterator[Epis
     observation. In the latter case, and after the last step, the episode is marked as truncated.
 
     :param chunks: Steps, from the oldest to the newest
-    :param max_error: Largest error of observations, or a dict of these. An observation may have been stored twice with
-        different errors, so it is the next one if they differ by at most twice that
+    :param max_error: Largest error of observations, which may have been stored twice; or a dict of these
     """
     parts: list[Steps] = []  # of the episode that has not ended
     for chunk in chunks:
@@ -172,7 +172,7 @@ def _equal_rows(values: Values, others: Values, max_error: Any) -> npt.NDArray[n
         errors = max_error if isinstance(max_error, Mapping) else dict.fromkeys(values, max_error)
         equal = np.stack([_equal_rows(values[key], others[key], errors[key]) for key in values], axis=1)
     elif max_error and np.asarray(values).dtype == np.uint8:  # only these have errors
-        equal = np.abs(np.subtract(values, others, dtype=np.int16)) <= 2 * max_error
+        equal = may_be_same(values, others, max_error)
     else:
         equal = np.asarray((values == others) | ((values != values) & (others != others)))
     return np.asarray(equal.all(axis=tuple(range(1, equal.ndim))))
