@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
 from rl_ext_core.frames.checkpoint import checksum, format_error
-from rl_ext_core.frames.log_folder import MANIFEST, as_corrupt_file
+from rl_ext_core.frames.log_folder import MANIFEST, as_corrupt_file, replacing
 from torchrl_ext.frame_storage.format import pack_rows, unpack_rows
 
 FORMAT = 5
@@ -181,20 +180,13 @@ def write_tree(path: Path, tree: dict[str, Any]) -> None:
 
     header = {"format": FORMAT, **_map_tree(tree, np.ndarray, place)}
     text = json.dumps({**header, "checksum": checksum(header)}).encode()
-    new = path.with_name(f"{path.name}.new")
-    try:
-        with new.open("wb") as file:
-            file.write(f"{len(text):{_LENGTH_DIGITS}}".encode() + text)
-            for array in arrays:
-                run_pending_handlers()
-                file.write(bytes(-file.tell() % _ALIGNMENT))
-                file.write(array.reshape(-1).view(np.uint8).data)
+    with replacing(path) as file:
+        file.write(f"{len(text):{_LENGTH_DIGITS}}".encode() + text)
+        for array in arrays:
+            run_pending_handlers()
             file.write(bytes(-file.tell() % _ALIGNMENT))
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+            file.write(array.reshape(-1).view(np.uint8).data)
+        file.write(bytes(-file.tell() % _ALIGNMENT))
 
 
 def read_tree(path: Path) -> dict[str, Any]:

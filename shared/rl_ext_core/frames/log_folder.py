@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterator
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -67,15 +67,25 @@ def as_corrupt_file(what: str) -> Iterator[None]:
         raise CorruptFileError(f"{what} damaged ({type(error).__name__}: {error})") from error
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file, which replaces another one when it is complete and on the disk."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with new.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def write_json(path: Path, fields: dict[str, Any]) -> None:
     """Replace a file by these values and their checksum, as JSON."""
     fields = json.loads(json.dumps(fields))
-    temporary = path.with_name(f"{path.name}.new")
-    with temporary.open("w") as file:
-        file.write(json.dumps({**fields, "checksum": checksum(fields)}))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with replacing(path) as file:
+        file.write(json.dumps({**fields, "checksum": checksum(fields)}).encode())
 
 
 def read_json(path: Path, version: int) -> dict[str, Any]:

@@ -53,10 +53,6 @@ class RecycledArrays:
             self._arrays = [*usual[-_MAX_ARRAYS + 1 :], array]
         return array
 
-    def owns(self, array: npt.NDArray[np.generic]) -> bool:
-        """Return whether an array is one of the latest results of :meth:`empty`."""
-        return any(array is known for known in self._arrays)
-
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays that can be reused."""
