@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import pickle
-import random
 import re
 import shutil
 import threading
@@ -50,6 +49,7 @@ from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.log_folder import copy_folder, restore_folder
 from rl_ext_core.recording import EpisodeLog, Repetition
+from rl_ext_core.recording.generators import global_states, restore_global_states
 from rl_ext_core.recording.layers import LayerState, layer_state, record_layer, restore_layer, unsaved_attributes
 from rl_ext_core.resources import NO_SPACE, check_folder, write_problem
 from rl_ext_core.vector.environments import check_count
@@ -594,9 +594,7 @@ def _sde_distributions(model: Any) -> list[Any]:
 def _generator_states(model: Any) -> dict[str, Any]:
     """Return the states of all global generators, and what was drawn for exploration."""
     return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": th.get_rng_state().numpy(),
+        "global": global_states(),
         "cuda": [state.numpy() for state in th.cuda.get_rng_state_all()] if model.device.type == "cuda" else [],
         "sde": [
             {name: getattr(each, name).detach().cpu().numpy() for name in _SDE_ATTRIBUTES}
@@ -609,9 +607,7 @@ def _generator_states(model: Any) -> dict[str, Any]:
 def _restore_generators(model: Any, saved: dict[str, Any]) -> None:
     """Set all global generators, and what was drawn for exploration."""
     states = saved["generators"]
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    th.set_rng_state(th.from_numpy(states["torch"].copy()))
+    restore_global_states(None, states["global"])
     if model.device.type == "cuda" and states["cuda"]:
         th.cuda.set_rng_state_all([th.from_numpy(state.copy()) for state in states["cuda"]])
     for distribution, matrices in zip(_sde_distributions(model), states["sde"], strict=False):
