@@ -191,6 +191,8 @@ class WorkerPlan:
             start_method=self.start_method,
             close_timeout=None if limit is None or math.isinf(limit) else limit,
             label="worker",
+            workers_argument="ParallelEnv({}, ...)",
+            close_argument="shutdown_timeout",
             worker_seeds=self.seeds,
             initializer=None if self.is_gymnasium else functools.partial(torch.set_num_threads, self.num_threads),
             **options,

@@ -124,6 +124,7 @@ class PoolOptions:
     :ivar recorder: folder for records of crashes; True, the default, for the working directory; False records no
         episodes
     :ivar label: what errors are about, ``"environment"`` (default) or ``"worker"``, each with a single environment
+    :ivar workers_argument, close_argument: what users write for a number of workers and for ``close_timeout``
     :ivar worker_seeds: seed of each worker, for errors; default: the seed of its last reset
     :ivar initializer: function that each worker calls first; default: none
     :ivar cwd: ``"own"`` for an empty working directory per worker, or a folder that each worker gets a copy of;
@@ -140,6 +141,8 @@ class PoolOptions:
     cwd: str | os.PathLike[str] | None = None
     recorder: bool | str | os.PathLike[str] = True
     label: str = "environment"
+    workers_argument: str = "n_workers={}"
+    close_argument: str = "close_timeout"
     worker_seeds: Sequence[int] | None = None
     initializer: Callable[[], object] | None = None
 

@@ -175,8 +175,7 @@ class Pool:
 
     def _start_workers(self) -> None:
         """Start the workers. They build their environments."""
-        argument = "n_workers={}" if self._options.label == "environment" else "ParallelEnv({}, ...)"
-        resources.check_open_file_limit(len(self.workers), argument)
+        resources.check_open_file_limit(len(self.workers), self._options.workers_argument)
         self._spins = channel.should_spin(len(self.workers))
         self._memory, self._heads = SharedMemory(), None
         if self._options.recorder is not False:
@@ -207,8 +206,8 @@ class Pool:
                 if self.working_directory is not None:
                     own = os.path.join(self.working_directory, str(worker.number))
                     directory = own, None if cwd in (None, "own") else os.path.abspath(cwd)
-                arguments = (self._memory, worker.first, factories, directory, self._autoreset, self._heads)
-                arguments = (*arguments, self._options.initializer)  # type: ignore[assignment]
+                of_pool = self._autoreset, self._heads, self._options.initializer
+                arguments = self._memory, worker.first, factories, directory, *of_pool
                 worker.launch(context, run_worker, arguments, spins=self._spins)
         except BaseException:
             for worker in workers:
@@ -257,7 +256,7 @@ class Pool:
         if rows is None:
             self._actions[...] = actions  # type: ignore[index]
         if self._log is not None:
-            self._log.begin_step(*(() if rows is None else ([copy_output(row) for row in rows],)))
+            self._log.begin_step(... if rows is None else [copy_output(row) for row in rows])
         workers = self.workers
         if environments is not None:
             workers = [self.workers[number] for number in environments]
@@ -673,10 +672,10 @@ class Pool:
     def _warn_of_slow_close(self, environment: int, where: str, begin: float) -> None:
         """Warn that closing an environment exceeded its time limit."""
         subject = f"{self._options.label} {environment} of {len(self.seeds)}"
-        argument = "close_timeout" if self._options.label == "environment" else "shutdown_timeout"
         warnings.warn(
             f"{subject} was still {where} after {time.monotonic() - begin:.3g} s of closing, and its worker was ended: "
-            f"files that it writes may be incomplete. Use {argument}=None to wait without a limit, or a larger number",
+            f"files that it writes may be incomplete. Use {self._options.close_argument}=None to "
+            "wait without a limit, or a larger number",
             stacklevel=5,
         )
 
