@@ -352,15 +352,16 @@ class TensorReplayBuffer(ReplayBuffer):
     @property
     def next_observations(self) -> Any:  # type: ignore[override]
         """Copy of the next observations, (size, n_envs, ...); zeros where there are no transitions."""
-        rows = torch.arange(self.size() * self.n_envs, device=self.device)
-        found = self._last.select(self.observations, rows)
-        return map_arrays(
-            lambda part, ring: torch.cat(
-                [part, part.new_zeros(ring.shape[0] * ring.shape[1] - len(part), *part.shape[1:])]
-            ).view(ring.shape),
-            found,
-            self.observations,
-        )
+        count = self.size() * self.n_envs
+        found = self._last.select(self.observations, torch.arange(count, device=self.device))
+
+        def place(part: torch.Tensor, ring: torch.Tensor) -> torch.Tensor:
+            """Return the rows of one leaf in the shape of the ring."""
+            whole = torch.zeros_like(ring)
+            whole.view(-1, *ring.shape[2:])[:count] = part
+            return whole
+
+        return map_arrays(place, found, self.observations)
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Add a transition of each environment.
