@@ -94,7 +94,8 @@ def start(library: str, count: int) -> list[dict[str, float]]:
             env = ParallelEnv(count, lambda: GymEnv("CartPole-v1"), mp_start_method="spawn")
         env.reset()
         wall = time.perf_counter() - begin
-        workers = [process.pid for process in (env._pool.processes if isinstance(env, torchrl_ext.ParallelEnv) else env._workers)]
+        processes = env._pool.processes if isinstance(env, torchrl_ext.ParallelEnv) else env._workers
+        workers = [process.pid for process in processes]
         cpu = sum(map(cpu_s, workers)) / count
         others = _cpu_without_workers(workers) - before
         env.rollout(ROLLOUT, break_when_any_done=False)

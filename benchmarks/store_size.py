@@ -2,9 +2,9 @@
 
     python -m benchmarks.store_size [--games breakout pong] [--most 10000000] [--folder DIR]
 
-A recording is added in a loop, for 10,000 transitions and each larger power of ten. Prints memory, median times in CPU
-seconds of the calling thread, and times relative to those at 100,000 transitions: stores of all sizes take turns. With
-``--folder``, the largest store is also written there, and opened again by another process.
+A recording is added in a loop, for 10,000 transitions and each larger power of ten. Prints memory, and median times in
+CPU seconds of the calling thread. In parentheses, times relative to those at 100,000 transitions. Stores of all sizes
+take turns. With ``--folder``, the largest store is also written there, and opened again by another process.
 """
 
 from __future__ import annotations

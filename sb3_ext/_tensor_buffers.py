@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from functools import partial
 from typing import Any
@@ -168,6 +169,9 @@ class TensorRolloutBuffer(RolloutBuffer):
         return kind(observations, actions.float(), *columns)
 
 
+_STEPS_PER_LAST = 8  # transitions per next observation that is kept besides, if memory is limited
+
+
 class _LastObservations:
     """Next observations that no later step of a ring of observations repeats, such as the last one of an episode.
 
@@ -175,16 +179,19 @@ class _LastObservations:
     Nothing waits for the device, except for one number after every ``size / 32`` steps.
 
     :param observations: ring of observations, (size, n_envs, ...), to which the user writes
+    :param is_limited: whether the table has place for one observation in eight, and does not grow
     """
 
     _NEWEST, _REPEATED = -2, -1
 
-    def __init__(self, observations: Any) -> None:
+    def __init__(self, observations: Any, *, is_limited: bool = False) -> None:
         first = next(leaves(observations))
         self._size, self._n_envs = first.shape[:2]
         self._interval = min(max(self._size // 32, 1), 1024)  # steps between two looks at the numbers
         self._steps = 0
-        self._capacity = self._interval * self._n_envs + 1
+        self._capacity, self._is_limited = self._interval * self._n_envs + 1, is_limited
+        if is_limited:
+            self._capacity += (self._size // _STEPS_PER_LAST + 1) * self._n_envs
         self._table = map_arrays(
             lambda part: part.new_zeros(self._n_envs + self._capacity, *part.shape[2:]), observations
         )
@@ -221,12 +228,22 @@ class _LastObservations:
             map_arrays(lambda part: part.index_copy_(0, places[rows], part.index_select(0, rows)), self._table)
 
     def reserve(self, position: int) -> None:
-        """Make place for the next observations of the step that will be added at a position, and of those after it."""
+        """Make place for the next observations of the step that will be added at a position, and of those after it.
+
+        :raises OutOfMemoryError: If the table may not grow.
+        """
         if self._steps == 0 or self._steps % self._interval:
             return
         oldest = (position + 1) % self._size if self._steps >= self._size else 0
         begin, end = torch.stack([self._begins[oldest], self._next]).tolist()
         needed = end - begin + self._interval * self._n_envs + 1
+        if needed > self._capacity and self._is_limited:
+            steps = min(self._steps, self._size) * self._n_envs
+            raise OutOfMemoryError(
+                f"{steps} transitions have {end - begin} next observations that no later transition repeats, and "
+                f"max_bytes has place for {self._capacity}: expected episodes of {_STEPS_PER_LAST} steps or more. "
+                f"Leave max_bytes out, and use buffer_size={self._size * self._n_envs // 2}"
+            )
         if needed > self._capacity:
             self._resize(needed + needed // 2, torch.arange(begin, end, device=self._next.device))
 
@@ -257,7 +274,7 @@ class _LastObservations:
         differs = torch.stack([*leaves(pairs)]).any(0)
         numbers = differs.flatten().cumsum(0).view_as(differs) - 1
         count = int(differs.sum())
-        self._resize(count + self._interval * self._n_envs + 1, self._next.new_zeros(0))
+        self._resize(max(self._capacity, count + self._interval * self._n_envs + 1), self._next.new_zeros(0))
         self._numbers[last] = torch.where(differs, numbers, self._REPEATED)
         self._begins[following] = numbers[:, -1] + 1
         self._numbers[order[-1]], self._next = self._NEWEST, self._next + count
@@ -305,9 +322,11 @@ class TensorReplayBuffer(ReplayBuffer):
 
     :param n_steps: number of rewards in a return; only 1 for a Dict
     :param gamma: discount of returns
+    :param max_bytes: limit of the memory of all transitions in bytes, which lowers ``buffer_size`` if need be
     :param args, kwargs: see ``ReplayBuffer``; ``optimize_memory_usage`` is not supported
-    :raises InvalidArgumentError: If ``optimize_memory_usage`` is set.
-    :raises OutOfMemoryError: If the observations do not fit.
+    :raises InvalidArgumentError: If ``optimize_memory_usage`` is set, or ``max_bytes`` is less than a step needs.
+    :raises OutOfMemoryError: If the observations do not fit; in :meth:`add`, if ``max_bytes`` is set and episodes are
+        shorter than 8 steps on average.
     """
 
     observations: Any
@@ -328,6 +347,7 @@ class TensorReplayBuffer(ReplayBuffer):
         *,
         n_steps: int = 1,
         gamma: float = 0.99,
+        max_bytes: int | None = None,
     ) -> None:
         BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
         if optimize_memory_usage:
@@ -341,13 +361,32 @@ class TensorReplayBuffer(ReplayBuffer):
                 "Use n_steps=1"
             )
         self.optimize_memory_usage, self.handle_timeout_termination = False, handle_timeout_termination
-        self.n_steps, self.gamma = n_steps, gamma
-        self.buffer_size = size = max(buffer_size // n_envs, 1)
-        self.observations = _zeros(observation_space, self.device, size, n_envs)
-        self._last = _LastObservations(self.observations)
+        self.n_steps, self.gamma, self.max_bytes = n_steps, gamma, max_bytes
         dtype = torch_dtype(np.dtype(self._maybe_cast_dtype(action_space.dtype)))
+        size = max(buffer_size // n_envs, 1)
+        if max_bytes is not None:
+            size = min(size, self._count_steps(max_bytes, self.action_dim * dtype.itemsize))
+        self.buffer_size = size
+        self.observations = _zeros(observation_space, self.device, size, n_envs)
+        self._last = _LastObservations(self.observations, is_limited=max_bytes is not None)
         self.actions = torch.zeros(size, n_envs, self.action_dim, dtype=dtype, device=self.device)
         self.rewards, self.dones, self.timeouts = (torch.zeros(size, n_envs, device=self.device) for _ in range(3))
+
+    def _count_steps(self, max_bytes: int, action_bytes: int) -> int:
+        """Return how many steps of all environments fit in a number of bytes."""
+        row = _zeros(self.observation_space, torch.device("cpu"), 1, 1)
+        obs_bytes = sum(part.numel() * part.itemsize for part in leaves(row))
+        # The last observations have 1/32 of the places besides, and those of three steps.
+        each = obs_bytes * (1 + 1 / _STEPS_PER_LAST + 1 / 32) + action_bytes + 3 * 4 + 8  # with a number
+        first = (3 * self.n_envs + 1) * obs_bytes
+        steps = int((max_bytes - first) / (each * self.n_envs + 8))
+        if steps < 1:
+            needed = math.ceil(each * self.n_envs + 8 + first)
+            raise InvalidArgumentError(
+                f"max_bytes={max_bytes} is less than a step of {self.n_envs} environments needs: expected at least "
+                f"{needed}. Use max_bytes={needed * 1000}"
+            )
+        return steps
 
     @property
     def next_observations(self) -> Any:  # type: ignore[override]
@@ -453,11 +492,11 @@ class TensorReplayBuffer(ReplayBuffer):
                 "NStepReplayBuffer without optimize_memory_usage. Use the algorithm of stable_baselines3"
             )
         found = cls.__new__(cls)
-        found.n_steps, found.gamma = 1, 0.99
+        found.n_steps, found.gamma, found.max_bytes = 1, 0.99, None
         copy = partial(map_data, partial(torch.tensor, device=device))
         values = {name: copy(value) for name, value in vars(buffer).items() if name != "next_observations"}
         vars(found).update(values, device=device)
-        found._last = _LastObservations(found.observations)
+        found._last = _LastObservations(found.observations, is_limited=found.max_bytes is not None)
         order = torch.arange(buffer.pos, buffer.pos + buffer.buffer_size) % buffer.buffer_size
         order = order if buffer.full else torch.arange(buffer.pos)
         found._last.fill(order.to(device), found.observations, copy(buffer.next_observations))
