@@ -15,7 +15,7 @@ import rl_ext_core
 from rl_ext_core.devices._probe import query_versions
 from rl_ext_core.devices.decide import resolve
 from rl_ext_core.devices.decision import Decision
-from rl_ext_core.devices.findings import Finding, Prediction, Situation, check_environment, guess_variable, predict
+from rl_ext_core.devices.findings import Finding, Prediction, Situation, check_environment, predict
 from rl_ext_core.devices.inventory import Inventory
 from rl_ext_core.devices.verify import GpuUse, Verification, list_gpu_uses
 from rl_ext_core.errors import InvalidArgumentError, RlExtError
@@ -122,7 +122,7 @@ def examine(
 
 def _is_reported(name: str) -> bool:
     """Return whether reports contain a variable: it concerns devices, and is not a secret."""
-    if guess_variable(name) is not None or name in _REPORTED_PATHS:
+    if name in _REPORTED_PATHS:
         return True
     return _REPORTED_NAMES.fullmatch(name) is not None and _PRIVATE_WORDS.search(name) is None
 

@@ -30,14 +30,6 @@ Severity: TypeAlias = Literal["error", "warning"]
 Changes: TypeAlias = Mapping[str, "str | None"]
 
 _KNOWN_VARIABLES = (MASK, ORDER, BACKEND, INDEX, PLATFORM, LOCAL_RANK)
-# Variables that users export for MuJoCo, which ignores them, and the variables that it reads instead
-# (google-deepmind/dm_control#310, #345, pytorch/rl#155). PyBullet reads EGL_VISIBLE_DEVICES.
-_UNREAD_VARIABLES = {
-    **dict.fromkeys((PYRENDER_INDEX, "EGL_VISIBLE_DEVICE", "EGL_VISIBLE_DEVICES", "MUJOCO_GPU_ID"), INDEX),
-    **{"RENDER_GPU_DEVICE_ID": INDEX, "MUJOCO_RENDERER": BACKEND},
-}
-_READ_ELSEWHERE = ("EGL_VISIBLE_DEVICES", "RENDER_GPU_DEVICE_ID")
-_WORDS_FOR_NO_GPU = ("none", "void", "no", "off", "null", "false", "cpu", "nodevfiles")  # Slurm, Ray: NoDevFiles
 _QUOTES = " \t\r\n'\"`[](){}<>"
 _NO_CUDA = 'torch.device("cuda") ends in "RuntimeError: No CUDA GPUs are available"'
 _NO_DISPLAY = "mujoco.FatalError: an OpenGL platform library has not been loaded into this process"
@@ -163,7 +155,7 @@ def check_environment(
     machine = Inventory.current() if inventory is None else inventory
     is_this_process = environ is None and inventory is None
     if is_this_process and "torchrl.envs.libs.dm_control" in sys.modules and "pyrender" not in machine.versions:
-        variables.pop(PYRENDER_INDEX, None)  # TorchRL sets it when it is imported, but only pyrender reads it
+        variables.pop(PYRENDER_INDEX, None)  # TorchRL sets it when it is imported
     original = situation = Situation(machine, variables, variables)
     applied = apply.applied.variables if is_this_process and apply.applied else {}
     # A decision that was applied in this process has already set the renderers' variables.
@@ -171,7 +163,7 @@ def check_environment(
     findings: list[Finding] = []
     for stage in (
         _find_misspelled_names,
-        _find_ignored_variables,
+        _find_ignored_index,
         _find_device_order_mistakes,
         _find_mask_mistakes,
         _find_rank_mistakes,
@@ -201,53 +193,28 @@ def describe_gpu(gpu: Gpu) -> str:
 # Names of variables
 
 
-def guess_variable(name: str) -> str | None:
-    """Return the variable that a misspelled name stands for; None if the name is right, or stands for none."""
-    if name in _KNOWN_VARIABLES:
-        return None
-    if name in _UNREAD_VARIABLES:
-        return _UNREAD_VARIABLES[name]
-    # Programs that read .env files may leave blanks and a leading "export" in names.
-    letters = "".join(re.sub(r"^\s*export\s+", "", name).split()).replace("-", "_").upper()
-    if letters.startswith("CUDA_VIS"):  # CUDA_VISIBLE (open-mmlab/mmagic#1580), CUDA_VISIBLE_DEVICE, CUDA_VISIABLE_...
-        return MASK
-    return letters if letters in _KNOWN_VARIABLES else None
-
-
 def _find_misspelled_names(situation: Situation) -> Findings:
-    """Find misspelled names of variables, such as ``CUDA_VISIBLE_DEVICE``."""
+    """Find names in lower case or with blanks, which programs that read .env files may set."""
     for name, value in situation.original.items():
-        known = None if name in _UNREAD_VARIABLES else guess_variable(name)
-        text = value.strip(_QUOTES).lower() if known == BACKEND else value.strip(_QUOTES)
-        right = situation.original.get(known or "")
-        effect = f"{name!r} has no effect: the variable is {known}"
-        if known is None or right == text:
-            continue
-        if right is None:
-            yield situation.finding(name, effect, {known: text})
-        else:
-            fix = {name: None} if name.isidentifier() else {known: right}  # shells cannot unset other names
-            yield situation.finding(name, f"{effect}, and {known}={right!r} is used", fix, "warning")
+        known = name.strip().upper()
+        if name != known and known in _KNOWN_VARIABLES and known not in situation.original:
+            effect = f"{name!r} has no effect: the variable is {known}"
+            yield situation.finding(name, effect, {known: value.strip(_QUOTES)})
 
 
-def _find_ignored_variables(situation: Situation) -> Findings:
-    """Find variables that are set for MuJoCo, but that MuJoCo ignores."""
-    environ = situation.environ
-    mujocos = [entry for entry in situation.renderers if entry.name in renderers.MUJOCO_NAMES]
-    through_egl = not renderers.has_display(environ) or any(_read_backend(entry, environ) == "egl" for entry in mujocos)
-    for name, known in _UNREAD_VARIABLES.items():
-        if name not in environ or not mujocos or not (through_egl or known == BACKEND):
-            continue
-        if name == PYRENDER_INDEX and "pyrender" in situation.inventory.versions:
-            continue
-        text, right = environ[name].strip(_QUOTES).lower(), environ.get(known)
-        severity: Severity = "warning" if name in _READ_ELSEWHERE else "error"
-        effect = f"MuJoCo, dm_control and robosuite ignore it and read {known} instead"
-        if right is None and (launchers.is_rank(text) or text in ("egl", "osmesa", "glfw")):
-            yield situation.finding(name, effect, {known: text}, severity)
-        elif right != text and severity == "error":
-            also = "" if right is None else f", which is {right!r}"
-            yield situation.finding(name, f"{effect}{also}", {name: None}, "warning")
+def _find_ignored_index(situation: Situation) -> Findings:
+    """Find EGL_DEVICE_ID, which only pyrender reads (google-deepmind/dm_control#310, #345, pytorch/rl#155)."""
+    environ, index = situation.environ, situation.environ.get(PYRENDER_INDEX, "")
+    rows = [row for row in situation.renderers if row.name in renderers.MUJOCO_NAMES]
+    through_egl = any(_read_backend(row, environ) == "egl" for row in rows)
+    if (
+        through_egl
+        and launchers.is_rank(index)
+        and INDEX not in environ
+        and "pyrender" not in situation.inventory.versions
+    ):
+        effect = f"MuJoCo, dm_control and robosuite ignore it and read {INDEX} instead"
+        yield situation.finding(PYRENDER_INDEX, effect, {INDEX: index})
 
 
 # CUDA's device order, the mask and ranks
@@ -279,7 +246,7 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
         return
     mask = cuda.strip_hidden_index(mask, situation.environ)
     one = {MASK: "0" if _is_valid_mask("0", situation) else gpus[0].uuid}
-    word = mask.split(",")[0].strip(_QUOTES).lower()
+    word = mask.split(",")[0].strip(_QUOTES)
     hidden = f"hides {'the only GPU' if len(gpus) == 1 else f'all {len(gpus)} GPUs'}: {_NO_CUDA}"
     if not word and any(name.startswith("RAY_") for name in situation.environ):
         effect = f"Ray {hidden}, because this actor requests none"
@@ -287,15 +254,16 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
     elif not word:
         effect = f'it is empty and {hidden}; blanks around = in "export {MASK}= 1" leave it empty'
         yield situation.finding(MASK, effect, one)
-    elif re.fullmatch(r"-\d+|[a-z*]+", word):
-        severity: Severity = "warning" if word[0] == "-" or word in _WORDS_FOR_NO_GPU else "error"
+    elif re.fullmatch(r"-\d+|[A-Za-z*]+", word):
+        severity: Severity = "error" if word.lower() == "all" else "warning"
         yield situation.finding(MASK, f"{word!r} {hidden}", {MASK: None}, severity)
     elif explanation := shown.stop_reason or _describe_misread_entry(mask):
-        meant, complete = _guess_mask(mask, situation)
-        harmless = complete and situation.with_changes({MASK: meant}).machine.visible.uuids == shown.uuids
+        clean = ",".join(filter(None, (entry.strip(_QUOTES) for entry in mask.split(","))))
+        is_clean = _is_valid_mask(clean, situation)
+        harmless = is_clean and situation.with_changes({MASK: clean}).machine.visible.uuids == shown.uuids
         numbers = ", ".join(str(situation.inventory.gpu(uuid).index) for uuid in shown.uuids)
         seen = f"torch sees nvidia-smi {numbers}" if numbers else f"torch sees no GPU, and {_NO_CUDA}"
-        fix = {MASK: meant} if meant else one
+        fix = {MASK: clean} if is_clean else {MASK: _format_mask(shown.uuids, mask, situation)} if numbers else one
         yield situation.finding(MASK, f"{explanation}; {seen}", fix, "warning" if harmless else "error")
 
 
@@ -310,33 +278,19 @@ def _describe_misread_entry(mask: str) -> str | None:
     return None
 
 
-def _guess_mask(mask: str, situation: Situation) -> tuple[str | None, bool]:
-    """Guess the mask that was meant, from numbers and UUIDs in any case, and whether no entry was dropped."""
-    try:
-        uuids = cuda.cuda_order(situation.inventory, situation.environ)
-    except RlExtError:
-        uuids = tuple(gpu.uuid for gpu in situation.inventory.gpus)
-    entries: list[str] = []
-    by_name, complete = False, True
-    shown = re.sub(r",\s*-\d.*", "", mask)  # CUDA documents that a negative number hides later entries
-    for token in filter(None, (part.strip(_QUOTES).lower() for part in re.split(r"[,;|\s]+", shown))):
-        if number := re.fullmatch(r"(?:cuda:|gpu:|\+)?(\d{1,6})", token, re.ASCII):
-            found = list(uuids[int(number[1]) :][:1])
-        else:
-            # Without the prefix, fewer than four characters are too few to be a UUID.
-            named = re.fullmatch(r"gpu-[0-9a-f-]+|[0-9a-f-]{4,}", token)
-            found = [uuid for uuid in uuids if named and uuid.lower().startswith((token, f"gpu-{token}"))][:1]
-            by_name |= bool(found)
-        complete &= bool(found)
-        entries += [uuid for uuid in found if uuid not in entries]
-    text = ",".join(entries if by_name else (str(uuids.index(entry)) for entry in entries))
-    return (text, complete) if _is_valid_mask(text, situation) else (None, False)
+def _format_mask(uuids: tuple[str, ...], mask: str, situation: Situation) -> str:
+    """Return a mask that shows these GPUs, with numbers unless ``mask`` has UUIDs."""
+    if mask.startswith("GPU-"):
+        return ",".join(uuids)
+    order = cuda.cuda_order(situation.inventory, situation.environ)
+    return ",".join(str(order.index(uuid)) for uuid in uuids)
 
 
 def _is_valid_mask(mask: str, situation: Situation) -> bool:
-    """Return whether a mask shows GPUs, and all of its entries have an effect."""
+    """Return whether a mask shows GPUs, and CUDA reads all of its entries as they are written."""
     shown = situation.with_changes({MASK: mask}).visible
-    return bool(shown and shown.uuids and shown.stop_reason is None)
+    is_read = shown is not None and shown.stop_reason is None and _describe_misread_entry(mask) is None
+    return is_read and bool(shown and shown.uuids)
 
 
 def _find_rank_mistakes(situation: Situation) -> Findings:
@@ -367,19 +321,16 @@ def _find_unlisted_gpu(situation: Situation) -> Findings:
         return
     severity: Severity = "error" if any(_read_backend(row, environ) == "egl" for row in rows) else "warning"
     others = any(device.uuid for device in inventory.egl)
-    where = "another GPU" if others else "Mesa's CPU device, if any"
-    effect = f"EGL does not list {describe_gpu(gpu)}, which computes, so rendering uses {where}"
-    variable, fix = "EGL", _DOCKER
+    in_container = bool({_CAPABILITIES, "NVIDIA_VISIBLE_DEVICES"} & environ.keys())
+    why, variable, fix = " (the container has only part of /dev/dri)", "EGL", _DOCKER
     if inventory.egl_error:
-        effect, fix = f"{effect}: {inventory.egl_error}", "apt-get install libegl1"
-    elif others:
-        effect += " (the container has only part of /dev/dri)"
-    else:
-        effect += "; NVIDIA's EGL is not installed (10_nvidia.json in /usr/share/glvnd/egl_vendor.d; WSL has none)"
-        if {_CAPABILITIES, "NVIDIA_VISIBLE_DEVICES"} & environ.keys():
-            variable = _CAPABILITIES
-        else:
-            fix = "apt-get install nvidia-egl-icd  # Ubuntu: libnvidia-gl-<version of the driver>"
+        why, fix = f": {inventory.egl_error}", "apt-get install libegl1"
+    elif not others:
+        why = "; NVIDIA's EGL is not installed (10_nvidia.json in /usr/share/glvnd/egl_vendor.d; WSL has none)"
+        variable = _CAPABILITIES if in_container else "EGL"
+        fix = _DOCKER if in_container else "apt-get install nvidia-egl-icd  # Ubuntu: libnvidia-gl-<version>"
+    where = "another GPU" if others else "Mesa's CPU device, if any"
+    effect = f"EGL does not list {describe_gpu(gpu)}, which computes, so rendering uses {where}{why}"
     yield situation.finding(variable, effect, fix, severity)
 
 

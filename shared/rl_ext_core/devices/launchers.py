@@ -122,12 +122,11 @@ def _has_own_gpu(rank: int, machine: Machine) -> bool:
 
 def launch_command(rank: int, machine: Machine) -> str:
     """Return the command that starts one process per GPU, with the launcher that set the rank."""
-    environ, count = machine.environ, len(machine.visible.uuids)
-    name = next((name for name in RANK_VARIABLES if _parse_rank(environ, name) == rank), LOCAL_RANK)
-    if name == SLURM_RANK:
-        return f"srun --ntasks-per-node={count} python train.py"
-    if name == MPI_RANK_VARIABLES[0]:
-        return f"mpirun --map-by ppr:{count}:node python train.py"
-    if name in MPI_RANK_VARIABLES:
-        return f"mpiexec -ppn {count} python train.py"
-    return f"torchrun --nproc-per-node={count} train.py"
+    count = len(machine.visible.uuids)
+    name = next((name for name in RANK_VARIABLES if _parse_rank(machine.environ, name) == rank), LOCAL_RANK)
+    launchers = {
+        LOCAL_RANK: f"torchrun --nproc-per-node={count} train.py",
+        SLURM_RANK: f"srun --ntasks-per-node={count} python train.py",
+        MPI_RANK_VARIABLES[0]: f"mpirun --map-by ppr:{count}:node python train.py",
+    }
+    return launchers.get(name, f"mpiexec -ppn {count} python train.py")

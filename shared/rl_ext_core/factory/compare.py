@@ -38,7 +38,6 @@ from rl_ext_core.processes.process_groups import kill_descendants
 __all__ = ["compare_and_measure", "measure", "run_in_subprocess"]
 
 _LABEL = "trial copy"
-OPTIONAL_PHASE = "testing an optional feature of a copy"  # If a process dies in this phase, a careful one is started.
 _SEED = 20_231
 # The two copies take so many steps, for so many seconds at most. The timeout aborts a step that waits indefinitely,
 # e.g. for something that only the user's program does.
@@ -148,7 +147,6 @@ def compare_and_measure(
     original: Fingerprint,
     adapt: Reader | None,
     read: Reader | None,
-    careful: bool,
     request_changes: ChangeRequest,
 ) -> Examination:
     """Compare a copy with the original, and measure it.
@@ -157,7 +155,6 @@ def compare_and_measure(
     :param original: Fingerprint of the instance.
     :param adapt: Turns the environment into the one that workers step, e.g. one of TorchRL.
     :param read: Called with the adapted environment. Its result is stored in ``examination.read``.
-    :param careful: Whether to omit operations that may kill the process, such as rendering without a display.
     :param request_changes: Returns the changes for paths of the original, or the reasons why there are none.
     """
     with contextlib.ExitStack() as stack:
@@ -166,7 +163,11 @@ def compare_and_measure(
             if recipe.origin == "pickle":
                 found = _compare_pickled(copy, original)
             elif original.differences(fresh := fingerprint(copy)):
-                histories = _Histories(careful)
+                # Rendering may kill a process without a display, so it is tried only if it may explain new objects.
+                renders = any(
+                    token[0] == "object" and _is_scalar(fresh.token(path)) for path, token in original.tokens.items()
+                )
+                histories = _Histories(renders)
                 histories.use(copy, fresh)
                 copy = None
                 stack.close()
@@ -229,8 +230,7 @@ def _find_changes(
         if refused:
             return Examination(refused)
         changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
-        if not histories.careful:
-            changes += _changes_within_episode(copy, original, histories, changes, request_changes)
+        changes += _changes_within_episode(copy, original, histories, changes, request_changes)
     return Examination(changes=changes)
 
 
@@ -252,14 +252,13 @@ def _changes_within_episode(
     if not doubtful or driver is None:
         return ()
     found = []
-    with _optional_phase():
-        for group in (changes, doubtful):
-            for one in group:
-                with contextlib.suppress(Exception):
-                    apply_changes(copy, [one])
-            with contextlib.suppress(Exception), _time_limit(_HISTORY_TIMEOUT_S):
-                _seeded_reset(driver, 0)
-            found.append(fingerprint(copy))
+    for group in (changes, doubtful):
+        for one in group:
+            with contextlib.suppress(Exception):
+                apply_changes(copy, [one])
+        with contextlib.suppress(Exception), _time_limit(_HISTORY_TIMEOUT_S):
+            _seeded_reset(driver, 0)
+        found.append(fingerprint(copy))
     without, with_them = found
     return tuple(one for one in doubtful if not with_them.equals_below(one.path, without))
 
@@ -332,13 +331,13 @@ def _seeded_reset(driver: Driver, number: int) -> None:
 class _Histories:
     """Two copies, used differently. They show which paths are settings, episode state or kept state.
 
-    :ivar careful: Whether to omit operations that may kill the process.
+    :ivar renders: Whether to render the copies, too.
     :ivar fresh: Fingerprints of the copies when they were just built.
     :ivar can_reset: Whether the copies can be reset.
     """
 
-    def __init__(self, careful: bool) -> None:
-        self.careful, self.can_reset = careful, False
+    def __init__(self, renders: bool) -> None:
+        self.renders, self.can_reset = renders, False
         self.fresh: list[Fingerprint] = []
         self._all: list[Fingerprint] = []
         self._after_reset: list[Fingerprint] = []
@@ -383,14 +382,14 @@ class _Histories:
             one.objects.clear()
 
     def _take_steps(self, environment: Any, driver: Driver, number: int) -> None:
-        """Step a copy with random actions, and render it."""
+        """Step a copy with random actions, and render it if that is needed."""
         until = time.monotonic() + _HISTORY_S
         for _ in range(_STEPS[number]):
             driver.step()
             if time.monotonic() > until:
                 break
-        if getattr(environment, "render_mode", None) not in (None, "human") and not self.careful:
-            with contextlib.suppress(Exception), _optional_phase():
+        if self.renders and getattr(environment, "render_mode", None) not in (None, "human"):
+            with contextlib.suppress(Exception):
                 environment.render()
 
     def _kind(self, path: str) -> str:
@@ -520,16 +519,6 @@ def _describe_value(found: Fingerprint, path: str) -> str:
         text = repr(token[-1]) if token[0] in ("str", "bytes") else str(token[-1])
         return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
     return f"a {token[1]}" if token[0] == "object" else "other data"
-
-
-@contextlib.contextmanager
-def _optional_phase() -> Iterator[None]:
-    """Report that the ``with`` block is optional, so that a crash in it is retried without it."""
-    processes.set_status(phase=OPTIONAL_PHASE)
-    try:
-        yield
-    finally:
-        processes.set_status(phase=None)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_ext_core import _pickle
-from rl_ext_core.errors import InvalidTypeError, NotCopyableError, WorkerError, _missing_dependency_error
+from rl_ext_core.errors import InvalidTypeError, NotCopyableError, _missing_dependency_error
 from rl_ext_core.factory import changes, compare, record, simulators
 from rl_ext_core.factory.changes import Examination
 from rl_ext_core.factory.factory import EnvFactory
@@ -176,24 +176,14 @@ def _factory_from_instance(
             return EnvFactory(recipe, instance=environment, preload=preload)
         if recipe is None:
             continue
-
-        def run_examination(recipe: Recipe, *, careful: bool) -> Examination:
-            """Build a copy in a temporary process, compare it with the instance, and measure it."""
-            return compare.run_in_subprocess(
-                functools.partial(compare.compare_and_measure, recipe, original, adapt, read, careful),
-                functools.partial(changes.pack_values, original),
-                preload=record.merge_modules(preload, adapter_modules, [compare.__name__]),
-                start_method=start_method,
-                timeout=timeout,
-                protects_files=True,
-            )
-
-        try:
-            examination = run_examination(recipe, careful=False)
-        except WorkerError as error:
-            if error.phase != compare.OPTIONAL_PHASE:
-                raise
-            examination = run_examination(recipe, careful=True)
+        examination = compare.run_in_subprocess(
+            functools.partial(compare.compare_and_measure, recipe, original, adapt, read),
+            functools.partial(changes.pack_values, original),
+            preload=record.merge_modules(preload, adapter_modules, [compare.__name__]),
+            start_method=start_method,
+            timeout=timeout,
+            protects_files=True,
+        )
         if not examination.problems:
             _log_warnings(examination)
             recipe = dataclasses.replace(recipe, changes=examination.changes)
