@@ -375,7 +375,7 @@ class _Histories:
                 if operation in ("attribute", "item")
                 and path in again.objects
                 and path not in used.aliases
-                and used.tokens.get(path, ("int",))[0] not in walk.SCALAR_TOKENS  # Long paths have no token.
+                and used.tokens[path][0] not in walk.SCALAR_TOKENS
                 and used.objects[path] is not again.objects[path]
             )
         for one in self._all:

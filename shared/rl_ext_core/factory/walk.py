@@ -52,20 +52,13 @@ _MAX_DEPTH = 6
 # Packages whose classes and globals are the same in every process.
 STABLE_PACKAGES = sys.stdlib_module_names | {"builtins", "numpy", "torch", "torchrl", "tensordict"}
 _OWN_PACKAGES = {"rl_ext_core", "torchrl_ext", "sb3_ext"}  # A checkout counts as installed, too.
-_NAMED_IN_C = (
-    types.WrapperDescriptorType,
-    types.MethodDescriptorType,
-    types.ClassMethodDescriptorType,
-    types.GetSetDescriptorType,
-    types.MemberDescriptorType,
-    types.MethodWrapperType,
-)
+_C_DESCRIPTORS = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
+_NAMED_IN_C = (*_C_DESCRIPTORS, types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodWrapperType)
 # First elements of tokens that are ignored in libraries, because the modules imported so far determine such globals.
 _IMPORT_DEPENDENT = {"module", "class", "function", "builtin", "typing"}
 _TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, type(typing.Any), type(typing.List[int]))  # noqa: UP006
 _WRAPPERS: set[type] = {property, staticmethod, classmethod, types.MethodType, functools.partial}
 _WRAPPERS |= {functools.partialmethod, functools.cached_property, functools._lru_cache_wrapper}
-_C_DESCRIPTORS = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
 _CONTAINERS = (dict, list, set, frozenset, tuple, deque)
 _TRANSPARENT = {object, typing.Generic, OrderedDict, defaultdict, *_CONTAINERS}
 # Bytecode operations on globals, and the number of low bits in their argument that do not belong to the name's index.
@@ -470,11 +463,10 @@ class _Walk:
         kind: Any = type(item)
         found = self.found
         self.classes[kind] = None
-        if len(path) > _MAX_PATH:
-            short = f"{path[:60]}...{digest(path.encode('utf-8', 'surrogatepass'))}"
-            found.objects[short], found.steps[short] = item, found.steps[path]
-            path = short
         found.tokens[path] = "object", full_name(kind)
+        if len(path) > _MAX_PATH:  # Paths of a long chain of objects would need too much memory.
+            found.opaque[path] = full_name(kind)
+            return
         if simulators.has_state_in_other_processes(kind):
             found.opaque[path] = full_name(kind)
         if (reason := simulators.why_unpicklable(kind)) is not None:
