@@ -103,7 +103,6 @@ tests "buffers: memory, folders, locks, checkpoints, processes that are killed" 
 tests "a DLL that allows one instance per process, and its crashes" dll.py
 if [[ -e $home/.torch ]]; then
     tests "entries that need no worker" entries.py
-    tests "workers" workers.py
 fi
 
 say "Wine 8 itself cannot: run NumPy after 2.1 (crealf of ucrtbase.dll)"

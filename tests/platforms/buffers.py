@@ -95,31 +95,6 @@ def test_store_in_memory_returns_transitions() -> None:
         check_transitions(store, 0, 10)
 
 
-def test_store_with_a_budget_drops_transitions() -> None:
-    store = FrameStore.adaptive(CAPACITY, N_ENVS, SHAPE, np.uint8, n_stack=4, max_bytes=60_000)
-    noise = np.random.default_rng(0)
-    for _ in range(CAPACITY):
-        store.append(*noise.integers(256, size=(2, N_ENVS, *SHAPE), dtype=np.uint8))
-    assert store.nbytes <= 60_000
-    assert 0 < store.size < CAPACITY
-
-
-def test_lossy_stores_keep_their_error_small() -> None:
-    store = make_store("patch", max_error=3)
-    append_transitions(store, 0, ADDED)
-    check_transitions(store, 0, ADDED, off=3)
-    with contextlib.suppress(ImportError):
-        import simplejpeg  # noqa: F401
-
-        shape = (16, 16, 3)
-        jpeg = FrameStore.adaptive(8, 1, shape, np.uint8, n_stack=1, codec="jpeg")
-        image = np.full((1, *shape), 90, np.uint8)
-        jpeg.append(image, image)
-        out = np.empty((1, *shape), np.uint8)
-        jpeg.get(np.zeros(1, np.int64), np.zeros(1, np.int64), out)
-        assert abs(int(out.mean()) - 90) < 4
-
-
 def test_checkpoint_is_loaded_and_damage_detected() -> None:
     with temporary_folder() as path:
         store = make_store()

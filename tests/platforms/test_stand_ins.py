@@ -1,7 +1,7 @@
 """Buffers and workers on imitations of Windows and macOS, which lack features of Linux.
 
 ``stand_in/sitecustomize.py`` hides these features in the tests' process and its children. The tests are the scripts
-``buffers.py``, ``entries.py``, ``workers.py`` and ``dll.py``. ``scripts/windows_under_wine.sh`` runs the scripts with a
+``buffers.py``, ``entries.py`` and ``dll.py``. ``scripts/windows_under_wine.sh`` runs the scripts with a
 Windows Python.
 """
 
@@ -71,13 +71,12 @@ def test_buffers(system: str) -> None:
 SCRIPTS = {
     "entries.py": "test_gym_wrapper_and_gym_vec_env_match_upstream",
     "dll.py": "test_error_names_how_a_worker_died",
-    "workers.py": "test_make_vec_env_starts_one_process_per_single_instance_env",
 }
 # On an imitation, probes and spawned workers take minutes, so one system runs a feature that both lack.
 IMITATED = [
     ("windows", "entries.py", ()),
     ("windows", "dll.py", ("test_make_vec_env_starts_one_process_per_instance",)),
-    ("macos", "workers.py", ("test_probe_kills_hanging_env_and_its_children", "test_error_names_how_a_worker_died")),
+    ("macos", "dll.py", ("test_make_vec_env_starts_one_process_per_instance", "test_error_names_how_a_worker_died")),
 ]
 
 

@@ -80,13 +80,6 @@ def test_report_explains_devices_and_failures() -> None:
     assert " GPU-aaaa0000 " in well  # the shortest unique prefix
 
 
-def test_report_is_not_healthy_if_a_renderer_fails() -> None:
-    """A missing ``MUJOCO_GL`` is a warning, but the renderer fails."""
-    report = report_of("no GPU")
-    assert all(finding.severity == "warning" for finding in report.findings)
-    assert (report.healthy, examine(machine(0), EGL).healthy) == (False, True)
-
-
 @pytest.mark.parametrize("width", [20, 80, 200])
 def test_lines_to_copy_are_not_wrapped_at_any_width(width: int) -> None:
     for case in CASES:
@@ -109,10 +102,7 @@ ENVIRONS: list[dict[str, str]] = [
     {},
     EGL,
     *({"MUJOCO_GL": backend} for backend in ("osmesa", "glfw", "glx", "EGL", "x11")),
-    {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "osmesa"},
-    {"MUJOCO_GL": "osmesa", "PYOPENGL_PLATFORM": "OSMESA"},
-    {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "EGL"},
-    {"MUJOCO_GL": "osmesa", "PYOPENGL_PLATFORM": "egl"},
+    *({"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": platform} for platform in ("osmesa", "EGL")),
     *({"MUJOCO_GL": "egl", "MUJOCO_EGL_DEVICE_ID": index} for index in ("0", "1", "x", "")),
     *({"MUJOCO_GL": "egl", "CUDA_VISIBLE_DEVICES": mask} for mask in ("", "1")),
     *({"MUJOCO_GL": "egl", "CUDA_VISIBLE_DEVICES": mask, "MUJOCO_EGL_DEVICE_ID": "0"} for mask in ("0,1", "1")),
@@ -199,18 +189,10 @@ def test_verify_names_missing_package_and_install_line(
     assert lines[0].endswith(f'{extra}"')
 
 
-def test_verify_reports_timeout_and_missing_device(without_device_variables: pytest.MonkeyPatch) -> None:
-    assert verify("mujoco", timeout_s=0.05).problem == "the process did not end within 0 s"
-    seen = verify("mujoco", "cuda:0")
-    assert 'Use device="cpu"' in (seen.problem or "")
-    assert seen.gl_renderer == ""
-
-
 @pytest.mark.parametrize(
     ("code", "failure"),
     [
         ("import os; os.kill(os.getpid(), 11)", "the process ended by SIGSEGV: it printed no error"),
-        ("import os; os.kill(os.getpid(), 40)", "the process ended by signal 40: it printed no error"),
         ("import sys; sys.exit('no\\ndriver')", "the process ended with exit status 1: driver"),
         ("pass", "the process ended with exit status 0: it printed no error"),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rl_ext_core.devices import EglDevice, Gpu, Inventory, _probe, inventory
+from rl_ext_core.devices import EglDevice, Gpu, Inventory, inventory
 from tests.core.devices import machines
 from tests.core.devices.doctor_cases import FakeNvml
 from tests.core.devices.fakes import build
@@ -46,7 +46,6 @@ def read_fake_nvml(
         ("nvmlInit", "NVMLError_LibraryNotFound", "no NVIDIA driver is installed (libnvidia-ml.so.1 is not there)"),
         ("nvmlInit", "NVMLError", "does not answer: Driver/library version mismatch"),
         ("nvmlDeviceGetCount", "NVMLError", "refused a query: Driver/library version mismatch"),
-        ("nvmlDeviceGetUUID", "NVMLError", "refused a query: Driver/library version mismatch"),
     ],
 )
 def test_failing_nvml_gives_empty_inventory_with_reason(
@@ -86,15 +85,6 @@ def test_gpus_are_read_from_nvml(
     assert nvml.started == (1 if "nvmlShutdown" in fails else 0)
 
 
-@pytest.mark.parametrize("order", [(1, 0), None])
-def test_order_of_different_gpus_is_read_from_cuda(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    uuids = None if order is None else tuple(machines.uuid(number) for number in order)
-    monkeypatch.setattr(_probe, "query_cuda_order", lambda: uuids)
-    first, second = machines.gpus(2)
-    found, _ = read_fake_nvml(monkeypatch, (dataclasses.replace(first, name="NVIDIA A2"), second))
-    assert found.fastest_first == uuids
-
-
 # Inventories from fake driver libraries, each in a new process.
 
 
@@ -102,7 +92,6 @@ def test_order_of_different_gpus_is_read_from_cuda(order: Any, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("order", "software"),
     [
-        ((0, 1, 2, 3), True),
         ((2, 3, 0, 1), True),
         ((3, 1), True),
         ((7, 0, 6, 1, 5, 2, 4, 3), True),
@@ -242,13 +231,6 @@ def test_cuda_order_is_unknown_if_cuda_fails_and_not_queried_for_equal_gpus(
     alike = drivers.inventory(build.configuration(log=log), without=("cuda.c",))
     assert alike.fastest_first == tuple(machines.uuid(number) for number in range(4))
     assert processes_calling(log, "cuInit") == []
-
-
-def test_probe_reports_interpreter_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    answer = _probe.query_egl()
-    assert "/no/such/python could not be started" in answer["error"]
-    assert (answer["devices"], _probe.query_cuda_order()) == ([], None)
 
 
 # One thread holds the lock while EGL hangs, and another thread forks.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from unittest import mock
 
 import pytest
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 
 from rl_ext_core.devices import cuda
 from tests.core.devices import machines
-from tests.core.devices.fakes import build
 
 FASTEST_FIRST = (5, 2, 7, 0, 1, 6, 3, 4)
 
@@ -117,30 +114,3 @@ def test_mask_shows_at_most_one_mig_slice(
     assert visible.uuids == (() if gpu is None else (machines.uuid(gpu),))
     assert visible.mig == mig
     assert (visible.stop_reason is None) == complete
-
-
-ASK_TORCH = """
-import json, os, sys, torch
-answers = []
-for count, mask in json.loads(sys.argv[1]):
-    os.environ["FAKE_GPUS"] = str(count)
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    if mask is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = mask
-    shown = torch.cuda._device_count_nvml()
-    answers.append([torch.cuda._get_nvml_device_index(ordinal) for ordinal in range(shown)])
-print(json.dumps(answers))
-"""
-
-
-@pytest.mark.slow
-def test_visible_gpus_match_torch_with_nvml(drivers: build.Drivers) -> None:
-    texts = [None, "", "0", "3,1", "0,9,1", "1,1", "2x,1y", " 0 , 1 ", "all", "-1", "GPU-", "GPU-aaaa"]
-    texts += ["7,6,5,4,3,2,1,0", "GPU-bbbb,GPU-aaaa1", "GPU-cccc,GPU-x,GPU-bbbb", "GPU-0a,GPU-dddd4444-0000"]
-    texts += [machines.uuid(0), "gpu-aaaa0"]
-    asked = [(count, text) for count in (0, 1, 4, 8) for text in texts]
-    printed = drivers.run([sys.executable, "-c", ASK_TORCH, json.dumps(asked)], build.configuration())
-    for (count, text), found in zip(asked, json.loads(printed), strict=True):
-        machine = machines.machine(count)
-        visible = cuda.visible(machine, {} if text is None else {cuda.MASK: text})
-        assert [machine.gpu(uuid).index for uuid in visible.uuids] == found, (count, text)

@@ -36,34 +36,22 @@ ON_MESA = "resolve('cpu', render='same', renderer='robosuite')"
 WITH_OSMESA = "resolve('cpu', render='cpu', renderer='robosuite', inventory=machine(0, software=False), environ={})"
 NOISE = re.compile(r"Exception ignored|no attribute|Traceback")
 
-# Variables, render_gpu_device_id, and the error of robosuite 1.5.
+# Variables and render_gpu_device_id with which plain robosuite 1.5 fails.
 UPSTREAM_FAILURES = [
-    ({"CUDA_VISIBLE_DEVICES": "1"}, -1, r"RuntimeError: The MUJOCO_EGL_DEVICE_ID .* between 0 and 0 .* got 1"),
-    ({"CUDA_VISIBLE_DEVICES": "1,0"}, -1, r"RuntimeError: The MUJOCO_EGL_DEVICE_ID .* between 0 and 0 .* got 1"),
-    ({"CUDA_VISIBLE_DEVICES": ""}, -1, r"ValueError: invalid literal for int\(\) with base 10: ''"),
-    ({"CUDA_VISIBLE_DEVICES": "GPU-3f2a"}, -1, r"ValueError: invalid literal for int\(\) .* 'GPU-3f2a'"),
-    ({"CUDA_VISIBLE_DEVICES": "3", "MUJOCO_EGL_DEVICE_ID": "0"}, -1, r"AssertionError: MUJOCO_EGL_DEVICE_ID needs"),
-    ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2, r"AssertionError: specified device id is not made visible"),
-    ({}, 1, r"ImportError: Cannot initialize a EGL device display\. .* PLATFORM_DEVICE"),
-    ({"MUJOCO_GL": "glx"}, -1, r"FatalError: gladLoadGL error"),
-    ({"PYOPENGL_PLATFORM": "osmesa"}, -1, r"ImportError: Cannot use EGL rendering platform"),
+    ({"CUDA_VISIBLE_DEVICES": "1"}, -1),  # RuntimeError: The MUJOCO_EGL_DEVICE_ID ... between 0 and 0 ... got 1
+    ({"CUDA_VISIBLE_DEVICES": ""}, -1),  # ValueError: invalid literal for int()
+    ({"CUDA_VISIBLE_DEVICES": "GPU-3f2a"}, -1),
+    ({"CUDA_VISIBLE_DEVICES": "3", "MUJOCO_EGL_DEVICE_ID": "0"}, -1),  # AssertionError at import
+    ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2),  # AssertionError: specified device id is not made visible
+    ({}, 1),  # ImportError: Cannot initialize a EGL device display
+    ({"MUJOCO_GL": "glx"}, -1),  # FatalError: gladLoadGL error
+    ({"PYOPENGL_PLATFORM": "osmesa"}, -1),  # ImportError: Cannot use EGL rendering platform
 ]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("variables", "device_id", "error"), UPSTREAM_FAILURES)
-def test_plain_robosuite_fails_with_known_errors(variables: dict[str, str], device_id: int, error: str) -> None:
-    ended = run(DRAW, f"import robosuite\nanswer = draw({device_id})", **variables)
-    assert ended.answer is None, "robosuite no longer fails in this case"
-    assert re.search(error, ended.error), ended.stderr
-    refused_at_import = "needs to be set to one of" in ended.error
-    assert ("object has no attribute 'con'" in ended.stderr) is not refused_at_import
-
-
 @pytest.mark.sample
-@pytest.mark.parametrize("case", range(len(UPSTREAM_FAILURES)))
-def test_decision_renders_where_plain_robosuite_fails(case: int) -> None:
-    variables, device_id, _ = UPSTREAM_FAILURES[case]
+@pytest.mark.parametrize(("variables", "device_id"), UPSTREAM_FAILURES)
+def test_decision_renders_where_plain_robosuite_fails(variables: dict[str, str], device_id: int) -> None:
     ended = run(DRAW, f"{ON_MESA}.apply()\nimport robosuite\nanswer = [draw({device_id}), variables()]", **variables)
     assert ended.error == ""
     assert ended.answer == ["EGLGLContext", ["egl", "0", "egl"]]
@@ -75,24 +63,6 @@ def test_decision_for_osmesa_renders() -> None:
     ended = run(DRAW, f"{WITH_OSMESA}.apply()\nanswer = [draw(7), variables()]", CUDA_VISIBLE_DEVICES="GPU-3f2a")
     assert ended.answer == ["OSMesaGLContext", ["osmesa", None, "osmesa"]]
     assert not NOISE.search(ended.stderr)
-
-
-def test_decision_imports_robosuite_under_a_mask_without_the_index() -> None:
-    """The import check wants the index to be part of the mask, and CUDA stops reading the mask at -1."""
-    ended = run(
-        DRAW,
-        f"""
-        try:
-            import robosuite
-        except AssertionError:
-            {ON_MESA}.apply()
-            import robosuite
-            answer = [draw(), os.environ["CUDA_VISIBLE_DEVICES"]]
-        """,
-        CUDA_VISIBLE_DEVICES="3",
-        MUJOCO_EGL_DEVICE_ID="0",
-    )
-    assert ended.answer == ["EGLGLContext", "3,-1,0"]
 
 
 def test_ignored_device_id_of_an_environment_is_a_finding() -> None:

@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from rl_ext_core.devices import Decision, resolve
+from rl_ext_core.devices import resolve
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.factory import as_factory
 from tests.core.factory.copying import Line, Scaled, try_rollout
@@ -32,11 +32,6 @@ def test_decisions_are_distributed_and_passed_as_device_argument() -> None:
     assert [factory()[0] for factory in factories] == ["cpu", "cpu"]
     assert [factory.decision for factory in as_factory(Line).for_workers(2, devices=[decision] * 2)] == [decision] * 2
     assert as_factory(Line).for_workers(1)[0].decision is None
-
-
-def test_round_robin_gives_each_worker_a_decision() -> None:
-    factories = as_factory(Line()).for_workers(2, devices="round-robin")
-    assert all(isinstance(factory.decision, Decision) for factory in factories)
 
 
 INVALID: list[tuple[str, list[Any], type[Exception], str]] = [

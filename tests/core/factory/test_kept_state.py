@@ -58,10 +58,6 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda: Scaled(wrappers.NormalizeObservation(gym.make("copies/Line-v0"))),
         lambda env: env.env.obs_rms.var.tolist(),
     ),
-    "statistics of vector environments": (
-        lambda: wrappers.vector.NormalizeObservation(gym.make_vec("CartPole-v1", 2, vectorization_mode="sync")),
-        lambda env: env.obs_rms.mean.tolist(),
-    ),
 }
 
 
@@ -152,7 +148,6 @@ def scale(x: float) -> float:
 SHARED: dict[str, tuple[str, Callable[[Any], object]]] = {
     "attribute of a class": ("speed", lambda patch: patch.setattr(Driven, "speed", 6.0)),
     "object of a class": ("body", lambda patch: patch.setattr(Driven.body, "bonus", 6.0)),
-    "table of a class": ("bodies", lambda patch: patch.setitem(Driven.bodies, "a", copying.Rewards(8.0))),
     "method of a class": ("reset", lambda patch: patch.setattr(Driven, "reset", Line.reset)),
     "global": ("GRAVITY", lambda patch: patch.setitem(globals(), "GRAVITY", 3.7)),
     "table": ("TABLE", lambda patch: patch.setitem(TABLE, "k", [1.0, 2.0])),

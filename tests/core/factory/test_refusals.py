@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import sqlite3
 import tempfile
 import threading
 import weakref
@@ -44,19 +43,14 @@ def _make_memmap() -> Any:
 THINGS: dict[str, tuple[set[str], Callable[[], Any]]] = {
     "file": (REFUSED, lambda: Path(__file__).open(encoding="utf-8")),  # noqa: SIM115 (it is closed below)
     "socket": (REFUSED, socket.socket),
-    "database": (REFUSED, lambda: sqlite3.connect(":memory:")),
-    "pipe": (REFUSED, lambda: multiprocessing.Pipe()[0]),
     "shared number": (REFUSED, lambda: multiprocessing.Value("i", 0)),
     "shared memory": (REFUSED, lambda: shared_memory.SharedMemory(create=True, size=8)),
-    "folder": (REFUSED, tempfile.TemporaryDirectory),
     "finalizer": (REFUSED, lambda: weakref.finalize(_make_locked_lock, print)),
     "thread": (REFUSED, lambda: threading.Thread(target=print)),
     "generator": (REFUSED, lambda: (part for part in ())),
-    "library": (REFUSED, lambda: ctypes.CDLL(None)),
     "pointer": (REFUSED, lambda: ctypes.pointer(ctypes.c_double(1))),
     "compressor": (REFUSED, zlib.compressobj),
     "mapped file": (REFUSED, _make_memmap),
-    "view of memory": (REFUSED, lambda: memoryview(bytearray(8))),
     "dead proxy": (EITHER, lambda: weakref.proxy(Scaled(Line()))),
     "lock": (EITHER, threading.Lock),
     "locked lock": (EITHER, _make_locked_lock),

@@ -116,20 +116,6 @@ class Point:
         return self.a + self.__private
 
 
-class Singleton:
-    """Singleton, which is pickled as a call of its class."""
-
-    one: Any = None
-    v = 1.0
-
-    def __new__(cls) -> Any:
-        cls.one = cls.one or object.__new__(cls)
-        return cls.one
-
-    def __reduce__(self) -> Any:
-        return Singleton, ()
-
-
 class Mode(enum.Enum):
     """Enumeration of two values."""
 
@@ -181,11 +167,6 @@ def _make_torch_module() -> Any:
     return made
 
 
-def _make_data_frame() -> Any:
-    """Make a pandas DataFrame."""
-    return pytest.importorskip("pandas").DataFrame({"price": [1.0, 2.5], "name": ["x", "y"]})
-
-
 CASES: dict[str, Case] = {
     # Plain data is always copied.
     "number": Case(COPIED, lambda: 1.0, float, _replace_stored(7.0)),
@@ -193,9 +174,7 @@ CASES: dict[str, Case] = {
                    lambda env: env.held["a"][1][1].update(b=5.0)),
     "key taken": Case(COPIED, lambda: {"a": 1.0, "b": 9.0}, lambda h: sum(h.values()), lambda env: env.held.pop("b")),
     "array": Case(COPIED, lambda: np.ones((2, 3)), np.sum, lambda env: env.held.__setitem__((1, 1), 7)),
-    "array of another shape": Case(COPIED, lambda: np.ones(2), np.sum, _replace_stored(lambda: np.ones((3, 4)))),
     "attribute": Case(COPIED, lambda: Body(1.0), lambda h: h.mass, _set_on_stored(mass=4.0)),
-    "new attribute": Case(COPIED, lambda: Body(1.0), lambda h: getattr(h, "extra", 0), _set_on_stored(extra=4.0)),
     "attribute deleted": Case(EITHER, lambda: Body(1.0), lambda h: hasattr(h, "mass"),
                               lambda env: delattr(env.held, "mass")),
     "slots": Case(EITHER, lambda: Point().set(1.0), lambda h: h.get(), lambda env: env.held.set(7.0)),
@@ -231,13 +210,9 @@ CASES: dict[str, Case] = {
     "generator": Case(NOT_SILENT, lambda: (i * i for i in range(900)), next, lambda env: next(env.held)),
     "queue": Case(EITHER, lambda: types.SimpleNamespace(q=queue.Queue()),
                   lambda h: h.q.qsize(), lambda env: env.held.q.put(1)),
-    # Some pickles omit state.
-    "singleton": Case(NOT_SILENT, Singleton, lambda h: h.v, _set_on_stored(v=4.0)),
     # Libraries.
     "torch module": Case(EITHER, _make_torch_module, lambda h: h[0].weight.sum() + h.b.sum() + h.training,
                          lambda env: [env.held.b.data.mul_(7), env.held[0].weight.data.fill_(2.0), env.held.eval()]),
-    "pandas": Case(EITHER, _make_data_frame, lambda h: h["price"].sum(),
-                   lambda env: env.held.__setitem__("price", [5.0, 6.0])),
 }  # fmt: skip
 
 
@@ -248,12 +223,6 @@ def test_changed_object_in_an_environment_is_copied_or_reported(case: str, copy_
     rollout(env)
     CASES[case].change(env)
     assert copy_outcome(env, "held") in CASES[case].allowed
-
-
-@pytest.mark.sample(quick=2, ci=12)
-@pytest.mark.parametrize("case", CASES)
-def test_unchanged_object_in_an_environment_is_copied_or_reported(case: str, copy_outcome: Any) -> None:
-    assert copy_outcome(HoldingEnv(__name__, case), "held") in CASES[case].allowed
 
 
 class Resetting(gym.Env[Any, Any]):
@@ -402,29 +371,6 @@ def test_environment_under_each_wrapper_is_copied(name: str, copy_outcome: Any) 
     rollout(env)
     assert copy_outcome(env, steps=6) == "copied"
     env.close()
-
-
-OPTIONS: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
-    "func": (EITHER, WRAPPED["TransformReward"], lambda env: setattr(env, "func", lambda reward: reward * 3)),
-    "action_space": (EITHER, WRAPPED["ClipAction"],
-                     lambda env: setattr(env, "action_space", gym.spaces.Box(-1, 1, (1,)))),
-    "_num_repeats": (COPIED, WRAPPED["RepeatAction"], lambda env: setattr(env, "_num_repeats", 5)),
-    "repeat_action_probability": (COPIED, WRAPPED["StickyAction"],
-                                  lambda env: setattr(env, "repeat_action_probability", 0.9)),
-    "delay": (COPIED, WRAPPED["DelayObservation"], lambda env: setattr(env, "delay", 1)),
-    "gravity": (COPIED, WRAPPED["FrameStackObservation"], _change_base("gravity", 3.0)),
-    "gravity ": (COPIED, WRAPPED["vector"], lambda env: setattr(env.envs[1].unwrapped, "gravity", 3.0)),
-}  # fmt: skip
-
-
-@pytest.mark.sample(quick=3)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_changed_option_of_a_wrapper_is_copied_or_reported(name: str, copy_outcome: Any) -> None:
-    allowed, make, change = OPTIONS[name]
-    env = make()
-    rollout(env)
-    change(env)
-    assert copy_outcome(env, name.strip()) in allowed
 
 
 class Forwarding(gym.Wrapper[Any, Any, Any, Any]):

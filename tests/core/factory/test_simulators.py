@@ -15,11 +15,7 @@ from rl_ext_core.factory import as_factory
 from tests.core.factory.copying import COPIED, EITHER, REFUSED, rollout
 
 Change = Callable[[Any], object]
-
-
-def _import_or_skip(name: str) -> Any:
-    """Import a module, or skip the test if it is not installed."""
-    return pytest.importorskip(name)
+_import_or_skip = pytest.importorskip
 
 
 def _make_or_skip(name: str, **options: Any) -> Any:
@@ -96,11 +92,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "Pong": _make_pong,
     "Pong, with options": lambda: _make_pong(mode=1, difficulty=1, repeat_action_probability=0.0, frameskip=2),
     "Pong, preprocessed": _make_preprocessed_pong,
-    "Pong, two in one library": lambda: _make_pong() and gym.make_vec("ALE/Pong-v5", num_envs=2),
     "suite": lambda: _load_dm_control("humanoid", "run"),
-    "suite, wrapped": lambda: _import_or_skip("dm_control.suite.wrappers.action_scale").Wrapper(
-        _load_dm_control("reacher", "easy"), minimum=-2.0, maximum=2.0
-    ),
     "composer": lambda: _import_or_skip("dm_control.manipulation").load("reach_site_features", seed=0),
     "robosuite": _make_robosuite,
     "robosuite, as gymnasium's": lambda: _import_or_skip("robosuite.wrappers").GymWrapper(_make_robosuite()),
@@ -114,41 +106,32 @@ MADE: dict[str, Callable[[], Any]] = {
         _make_pettingzoo("classic.rps_v2", max_cycles=9)
     ),
     "TorchRL's GymEnv": lambda: _import_or_skip("torchrl.envs").GymEnv("CartPole-v1", frame_skip=2),
-    "our GymEnv": lambda: _import_or_skip("torchrl_ext").GymEnv("HalfCheetah-v5"),
     "our GymWrapper": lambda: _import_or_skip("torchrl_ext").GymWrapper(gym.make("Pendulum-v1")),
-    "TorchRL's own": lambda: _import_or_skip("torchrl_ext") and _import_or_skip("torchrl.envs").PendulumEnv(),
     "transforms": lambda: _make_transformed(
         ("StepCounter", (10,), {}), ("RewardSum", (), {}), ("RewardScaling", (0.0, 2.0), {})
     ),
-    "CatFrames, not used yet": lambda: _make_transformed(("CatFrames", (3, -1), SEEN)),
     "VecNorm": lambda: _make_transformed(("VecNormV2", (), {**SEEN, "out_keys": ["observation"]})),
     "ObservationNorm": lambda: _make_transformed(("ObservationNorm", (0.5, 2.0), SEEN)),
     "TorchRL over dm_control": lambda: _wrap_torchrl("DMControlWrapper", _load_dm_control("cheetah", "run")),
     "TorchRL over PettingZoo": lambda: _wrap_torchrl(
         "PettingZooWrapper", _make_pettingzoo("sisl.pursuit_v5", "parallel_env")
     ),
-    "TorchRL over robosuite": lambda: _wrap_torchrl(
-        "GymWrapper", _import_or_skip("robosuite.wrappers").GymWrapper(_make_robosuite())
-    ),
     "SB3, Atari": lambda: _wrap_sb3("atari_wrappers", "AtariWrapper", _make_pong(frameskip=1)),
     "SB3, Monitor": lambda: _wrap_sb3("monitor", "Monitor", gym.make("CartPole-v1")),
     "SB3, VecNormalize": lambda: _wrap_sb3("vec_env", "VecNormalize", _make_dummy_vec_env()),
-    "SB3, VecFrameStack": lambda: _wrap_sb3("vec_env", "VecFrameStack", _make_dummy_vec_env(), 3),
-    "SB3, VecMonitor": lambda: _wrap_sb3("vec_env", "VecMonitor", _make_dummy_vec_env()),
 }  # fmt: skip
 SLOW = {name for name in MADE if "robosuite" in name or name in ("composer", "chess", "CarRacing", "pistonball")}
 
 
-@pytest.mark.sample(quick=5, ci=26)
+@pytest.mark.sample(quick=5, ci=20)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MADE])
 def test_environment_is_copied_in_the_middle_of_an_episode(name: str, copy_outcome: Any) -> None:
     if name in UNSOLVED:
         pytest.xfail(UNSOLVED[name])
     env = MADE[name]()
-    if "not used" not in name:
-        rollout(env)
+    rollout(env)
     assert copy_outcome(env, steps=15) == "copied"
-    if name not in ("robosuite, as gymnasium's", "TorchRL over robosuite"):  # Their __getattr__ cannot be unpickled.
+    if name != "robosuite, as gymnasium's":  # Its __getattr__ cannot be unpickled.
         assert type(as_factory(env, verify=False)()) is type(env)
     env.close()
 
@@ -174,7 +157,6 @@ UNSOLVED = {
 
 CHANGED: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
     "body_mass": (COPIED, MADE["HalfCheetah"], lambda e: _mujoco_model(e).body_mass.__setitem__(1, 20.0)),
-    "geom_friction": (COPIED, MADE["HalfCheetah"], lambda e: _mujoco_model(e).geom_friction.fill(0.1)),
     "timestep": (COPIED, MADE["HalfCheetah"], lambda e: setattr(_mujoco_model(e).opt, "timestep", 0.004)),
     "gravity": (COPIED, MADE["HalfCheetah"], lambda e: _mujoco_model(e).opt.gravity.__setitem__(2, -3.0)),
     "gravity ": (EITHER, MADE["BipedalWalker"], lambda e: setattr(e.unwrapped.world, "gravity", (0.0, -3.0))),
@@ -184,12 +166,9 @@ CHANGED: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
         EITHER, MADE["Pong"], lambda e: e.unwrapped.ale.setFloat("repeat_action_probability", 0.9)),
     "noop_max": (COPIED, MADE["Pong, preprocessed"], lambda e: setattr(e.env, "noop_max", 3)),
     "timestep ": (COPIED, MADE["suite"], lambda e: setattr(e.physics.model.opt, "timestep", 0.001)),
-    "body_mass ": (COPIED, MADE["suite"], lambda e: e.physics.model.body_mass.__setitem__(1, 9.0)),
     "_move_speed": (COPIED, MADE["suite"], lambda e: setattr(e.task, "_move_speed", 0.5)),
     "horizon": (COPIED, _make_robosuite, lambda e: setattr(e, "horizon", 5)),
     "time_penalty": (COPIED, MADE["pistonball"], lambda e: setattr(e.unwrapped, "time_penalty", -9.0)),
-    "frame_skip ": (COPIED, MADE["TorchRL's GymEnv"], lambda e: setattr(e, "frame_skip", 3)),
-    "body_mass   ": (COPIED, MADE["our GymEnv"], lambda e: _mujoco_model(e._env).body_mass.__setitem__(1, 20.0)),
     "timestep  ": (EITHER, MADE["TorchRL over dm_control"],
                    lambda e: setattr(e._env.physics.model.opt, "timestep", 0.004)),
     "max_steps": (COPIED, MADE["transforms"], _change_transform("max_steps", 4)),

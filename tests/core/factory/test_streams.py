@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import ctypes
 import json
 import pickle
 import random
-import subprocess
-import sys
-import time
 import types
 import weakref
 from typing import Any
@@ -127,51 +123,6 @@ def test_generators_of_this_process_are_not_changed() -> None:
     for make in as_factory(Line()).for_workers(3, seed=0):
         make().reset()
     assert (random.random(), np.random.uniform()) == expected
-
-
-class SlowToUnpickle(gym.Env[Any, Any]):
-    """Object that takes some time to unpickle, so that threads interleave."""
-
-    action_space = observation_space = gym.spaces.Discrete(2)
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(5)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        time.sleep(0.01)
-        vars(self).update(state)
-
-
-def test_copies_made_in_threads_draw_the_same_as_copies_made_in_turn() -> None:
-    factory = as_factory(SlowToUnpickle(), verify=False)
-
-    def draw(call: Any) -> list[float]:
-        """Draw a number from each copy that ``call`` builds, either in threads or in turn."""
-        return [float(copy.rng.random()) for copy in call(lambda one: one(), factory.for_workers(8, seed=0))]
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert draw(pool.map) == (one_by_one := draw(map))
-    assert len(set(one_by_one)) == 8
-
-
-ASKING = """
-import importlib.util, sys
-import numpy as np
-from rl_ext_core.factory import streams
-
-streams.seed_process(np.random.SeedSequence(3))
-for _ in range(int(sys.argv[1])):
-    assert importlib.util.find_spec("torch") is not None  # transformers and many others do so.
-import torch
-print(torch.rand(3).tolist())
-"""
-
-
-@pytest.mark.slow
-def test_find_spec_of_torch_does_not_change_its_seed() -> None:
-    command = [sys.executable, "-c", ASKING]
-    ran = {subprocess.run([*command, asked], capture_output=True, check=True).stdout for asked in ("0", "2", "2")}
-    assert len(ran) == 1
 
 
 class Group(gym.Env[Any, Any]):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -57,16 +55,6 @@ class Simulator(gymnasium.Env[np.ndarray, np.ndarray]):
             self._handle = None
 
 
-def make_from_env_variable() -> Simulator:
-    """Create a simulator of the library that an environment variable names."""
-    return Simulator(os.environ["TOY_LIBRARY"])
-
-
-def make_with_library_copy(library: str) -> Simulator:
-    """Create a simulator of its own copy of the library."""
-    return Simulator(shutil.copy(library, tempfile.mkdtemp()))
-
-
 class Plain(gymnasium.Env[np.ndarray, int]):
     """Environment without shared state, which adds up actions and random numbers."""
 
@@ -95,13 +83,6 @@ class DrawsFromNumPy(Plain):
 
     def noise(self) -> float:
         return float(np.random.random())
-
-
-class DrawsFromPython(Plain):
-    """Environment that draws from Python's global generator."""
-
-    def noise(self) -> float:
-        return random.random()
 
 
 class DrawsWhenBuilt(Plain):
@@ -164,7 +145,7 @@ class OwnOutput(SharedOutput):
 
 
 class Masked(Plain):
-    """Environment whose instances share only their buffer of legal actions."""
+    """Environment whose instances share only their buffer of legal actions, and a count in the infos."""
 
     _mask, _count = np.zeros(5, bool), [0]
 
@@ -176,8 +157,7 @@ class Masked(Plain):
         observation, reward, *_ = super().step(action)
         self._mask[:] = observation * np.arange(5) % 2 > 1
         self._count[0] += 1
-        infos = {"count": self._count[0], "mask": self._mask}
-        return observation, reward, False, False, {key: infos[key] for key in infos if key == self._key}
+        return observation, reward, False, False, {"count": self._count[0]} if self._key else {}
 
 
 class MaskedByMethod(Masked):

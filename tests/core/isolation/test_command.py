@@ -54,10 +54,8 @@ def test_status_is_1_without_a_verdict(
     "arguments",
     [
         (),
-        ("nonsense",),
         ("nonsense:make",),
         (f"{MODULE}:nonsense",),
-        ("os:sep",),
         ("CartPole-v1", "--steps", "3"),
         ("CartPole-v1", "--timeout", "soon"),
         (f"{MODULE}:SaysNonsense",),
