@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -92,8 +91,6 @@ def plan_program(
     if compute.gpu is None and compute.device != "cpu":
         raise DeviceUnavailableError(f"--gpu {gpu}: {compute.warnings[0]}. Leave --gpu out, and set {MASK}")
     mask = {} if compute.gpu is None else {MASK: _narrow_mask(compute, machine)}
-    if mask:
-        _check_device_arguments(command, gpu)
     if request.rendering.kind == "cuda":  # the index counts the GPUs before the mask is narrowed
         other = decide(inventory, environ, Request(device=shown))
         shown = other.gpu.uuid if other.gpu else shown
@@ -123,17 +120,6 @@ def _check_options(
             f"{launcher} starts several processes, which would all render on one GPU. Use rl-ext inside of the "
             f"launcher: `{_PER_RANK}`"
         )
-
-
-def _check_device_arguments(command: Sequence[str], gpu: str) -> None:
-    """Raise if an argument of the program names a GPU that it will not see."""
-    for word in command[1:]:
-        named = re.search(r"\bcuda:[1-9]\d*\b", word)
-        if named:
-            raise InvalidArgumentError(
-                f"the program's argument {word!r} asks for {named[0]}, but --gpu {gpu} shows it one GPU, as cuda:0. "
-                f"Write {word.replace(named[0], 'cuda:0')!r}, or leave --gpu out"
-            )
 
 
 def _default_renderer(inventory: Inventory) -> str | None:

@@ -77,7 +77,6 @@ def test_plan_without_a_renderer_or_with_a_mig_slice() -> None:
         (PYTHON, {}, {"per_rank": True}, InvalidArgumentError, "torchrun --no-python --nproc-per-node=4 rl-ext run"),
         (("/usr/bin/torchrun", "x.py"), {}, {}, InvalidArgumentError, "torchrun starts several processes"),
         (("python", "-m", "torch.distributed.run"), {}, {}, InvalidArgumentError, "torch.distributed.run starts"),
-        ((*PYTHON, "--device=cuda:1"), {}, {"gpu": "1"}, InvalidArgumentError, "Write '--device=cuda:0'"),
         (PYTHON, {}, {"gpu": "cpu"}, InvalidArgumentError, "--render cpu"),
         (PYTHON, {}, {"gpu": "7"}, DeviceUnavailableError, "cuda:7"),
     ],
@@ -90,9 +89,7 @@ def test_plan_refuses_contradictions(
     assert says in str(caught.value)
 
 
-def test_plan_accepts_device_arguments_that_the_program_will_see() -> None:
-    assert plan_program((*PYTHON, "--device", "cuda:0"), FOUR, {}, gpu="1").variables[MASK] == "1,-1,3"
-    assert MASK not in plan_program((*PYTHON, "--device", "cuda:1"), FOUR, {}).variables
+def test_plan_that_renders_needs_a_renderer() -> None:
     with pytest.raises(InvalidArgumentError, match="has none"):
         plan_program(PYTHON, NO_RENDERER, {}, render="same")
 
