@@ -1,21 +1,18 @@
 """Compare an instance with its copies in a temporary process, and find the changes that a copy needs.
 
-The process builds a copy and compares fingerprints, path by path. Only if they differ, it tries two copies: it steps
-them differently, resets both, and compares them.
+The process builds a copy and compares fingerprints, path by path. If they differ, it steps and resets the copy, and
+builds another one. A copy then gets every value that differs from the original's, except two kinds:
 
-- A setting is the same in all copies. If the original differs there, the user changed it.
-- Episode state changes with steps, and the reset restores it. A copy does not need it.
-- Kept state, such as running statistics, still differs after the reset.
+- Values that differ in each instance, such as ports and file names.
+- Objects that a reset creates again, if they cannot be pickled, such as windows, or if several paths share them.
 
-Changed settings and kept state are set on a third copy, which is then compared with the original. The user's files are
-protected meanwhile.
+A copy with these changes is compared with the original again. The user's files are protected meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import pickle
 import signal
@@ -29,7 +26,7 @@ from typing import Any
 
 from rl_ext_core import _file_guard, _pickle, processes, resources
 from rl_ext_core.factory import streams, walk
-from rl_ext_core.factory.changes import Change, Examination, apply_changes
+from rl_ext_core.factory.changes import Change, Examination
 from rl_ext_core.factory.drivers import Driver, driver_for
 from rl_ext_core.factory.recipe import Recipe
 from rl_ext_core.factory.walk import Fingerprint, fingerprint
@@ -39,11 +36,10 @@ __all__ = ["compare_and_measure", "measure", "run_in_subprocess"]
 
 _LABEL = "trial copy"
 _SEED = 20_231
-# The two copies take so many steps, for so many seconds at most. The timeout aborts a step that waits indefinitely,
+# A copy takes so many steps, for so many seconds at most. The timeout aborts a step that waits indefinitely,
 # e.g. for something that only the user's program does.
-_STEPS, _HISTORY_S, _HISTORY_TIMEOUT_S = (30, 7), 1.0, 60.0
+_STEPS, _HISTORY_S, _HISTORY_TIMEOUT_S = 30, 1.0, 60.0
 _MAX_VALUE_CHARS = 40
-_MAX_DOUBTFUL = 1000
 # Classes whose objects cannot be pickled, and have no settings.
 _STATELESS = {
     *("_thread.lock", "_thread.RLock", "threading.Condition", "threading.Thread", "tempfile.TemporaryDirectory"),
@@ -167,12 +163,14 @@ def compare_and_measure(
                 renders = any(
                     token[0] == "object" and _is_scalar(fresh.token(path)) for path, token in original.tokens.items()
                 )
-                histories = _Histories(renders)
-                histories.use(copy, fresh)
+                used, replaced = _use(copy, renders)
+                fresh.objects.clear()
                 copy = None
                 stack.close()
                 gc.collect()  # Some simulators allow only one instance.
-                found = _find_changes(recipe, original, histories, request_changes)
+                histories = _Histories(fresh, _fingerprint_another(recipe), used, replaced)
+                gc.collect()
+                found = _find_changes(original, histories, request_changes)
                 if found.problems:
                     return found
                 copy = stack.enter_context(_temporary_copy(dataclasses.replace(recipe, changes=found.changes)))
@@ -199,6 +197,14 @@ def _temporary_copy(recipe: Recipe) -> Iterator[Any]:
         _close(copy)
 
 
+def _fingerprint_another(recipe: Recipe) -> Fingerprint:
+    """Build another copy, and return its fingerprint without the objects."""
+    with _temporary_copy(recipe) as copy:
+        found = fingerprint(copy)
+    found.objects.clear()
+    return found
+
+
 def _compare_pickled(copy: Any, original: Fingerprint) -> Examination:
     copied = fingerprint(copy)
     if (error := _reset_error(copy)) is not None:
@@ -209,58 +215,17 @@ def _compare_pickled(copy: Any, original: Fingerprint) -> Examination:
     return Examination(different, opaque=_describe_objects(original.opaque), class_attributes=classes)
 
 
-def _find_changes(
-    recipe: Recipe, original: Fingerprint, histories: _Histories, request_changes: ChangeRequest
-) -> Examination:
-    """Use a second copy, and return the changes since construction, or problems with setting them.
-
-    :param histories: History of the first copy.
-    """
-    with _temporary_copy(recipe) as copy:
-        histories.use(copy, fingerprint(copy))
-        fresh = histories.fresh[0]
-        left, _ = histories.changed_paths(original, fresh)
-        answers = dict(zip(left, request_changes(left) if left else (), strict=True))
-        # A value that cannot be set is ignored if steps create it, such as a window or a cache.
-        refused = [
-            f"{_describe_difference(path, original, fresh)} ({why})"
-            for path, why in answers.items()
-            if isinstance(why, str) and not histories.is_restored_by_use(path, original)
-        ]
-        if refused:
-            return Examination(refused)
-        changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
-        changes += _changes_within_episode(copy, original, histories, changes, request_changes)
-    return Examination(changes=changes)
-
-
-def _changes_within_episode(
-    copy: Any, original: Fingerprint, histories: _Histories, changes: Sequence[Change], request_changes: ChangeRequest
-) -> tuple[Change, ...]:
-    """Return changes of episode state that survive a reset, such as a goal that the user fixed.
-
-    Each such value is set on a copy, which is then reset. If the reset result depends on the value, it is kept.
-
-    :param changes: Changes that are already known.
-    """
-    set_already = tuple(one.path for one in changes)
-    paths = [path for path in histories.doubtful_paths(original) if not path.startswith(set_already)][:_MAX_DOUBTFUL]
-    answers = zip(paths, request_changes(paths) if paths else (), strict=True)
-    # Changes with other paths set a whole holder.
-    doubtful = [one for path, one in answers if isinstance(one, Change) and one.path == path]
-    driver = _driver_of(copy)
-    if not doubtful or driver is None:
-        return ()
-    found = []
-    for group in (changes, doubtful):
-        for one in group:
-            with contextlib.suppress(Exception):
-                apply_changes(copy, [one])
-        with contextlib.suppress(Exception), _time_limit(_HISTORY_TIMEOUT_S):
-            _seeded_reset(driver, 0)
-        found.append(fingerprint(copy))
-    without, with_them = found
-    return tuple(one for one in doubtful if not with_them.equals_below(one.path, without))
+def _find_changes(original: Fingerprint, histories: _Histories, request_changes: ChangeRequest) -> Examination:
+    """Return the changes since construction, or problems with setting them."""
+    paths = histories.changed_paths(original, histories.fresh)
+    answers = dict(zip(paths, request_changes(paths) if paths else (), strict=True))
+    refused = [
+        f"{_describe_difference(path, original, histories.fresh)} ({why})"
+        for path, why in answers.items()
+        if isinstance(why, str) and not histories.is_created_by_use(path, original)
+    ]
+    changes = {one.path: one for one in answers.values() if isinstance(one, Change)}
+    return Examination(refused, changes=tuple(changes.values()))
 
 
 def _compare_changed(copy: Any, original: Fingerprint, histories: _Histories, found: Examination) -> Examination:
@@ -270,30 +235,33 @@ def _compare_changed(copy: Any, original: Fingerprint, histories: _Histories, fo
     """
     copied = fingerprint(copy)
     done = tuple(change.path for change in found.changes)
-    error = _reset_error(copy) if done and histories.can_reset else None
+    error = _reset_error(copy) if done and histories.used else None
     if error is not None:  # A change is at fault, such as a handle that only the original can use.
         return Examination([f"a copy on which {', '.join(done[:3])} was set raises {error!r} when it is reset"])
-    left, classes = histories.changed_paths(original, copied)
     different = [
         _describe_difference(path, original, copied)
-        for path in left
-        if path.startswith(done) or not histories.is_restored_by_use(path, original)
+        for path in histories.changed_paths(original, copied)
+        if (path.startswith(done) and not histories.is_restored(path))
+        or not histories.is_created_by_use(path, original)
     ]
     opaque = _describe_hidden(original, histories)
-    own = histories.own_paths(original, copied)
+    paths = copied.differences(original)
+    own = [path for path in paths if histories.is_own(path) and not histories.is_restored(path)]
+    own = [path for path in own if (original.token(path) or ("",))[0] in ("int", "str")]
+    # A copy that lacks an object of the episode does not lead to its class, and to the globals that the class reads.
+    met = {path.partition(">")[0] for path in copied.tokens if path.startswith("<")}
+    classes = [path for path in paths if path.partition(">")[0] in met and not histories.varies(path)]
     return dataclasses.replace(found, problems=different, opaque=opaque, own=own, class_attributes=classes)
 
 
 def _describe_hidden(original: Fingerprint, histories: _Histories | None = None) -> list[str]:
-    """Describe objects that cannot be inspected, except those that steps or resets create."""
+    """Describe objects that cannot be inspected, except those that resets create."""
     hidden = {
         path: why
         for path, why in {**original.opaque, **original.unpicklable}.items()
         if path.startswith("<") or not {why, *(original.token(path) or ())[:2]} & _STATELESS
     }
-    return _describe_objects(
-        {p: why for p, why in hidden.items() if histories is None or not histories.is_episode_state(p)}
-    )
+    return _describe_objects({p: why for p, why in hidden.items() if histories is None or not histories.is_restored(p)})
 
 
 def _describe_objects(opaque: Mapping[str, str]) -> list[str]:
@@ -307,193 +275,133 @@ def _reset_error(environment: Any) -> Exception | None:
     try:
         if driver is not None:
             with _time_limit(_HISTORY_TIMEOUT_S):
-                _seeded_reset(driver, 0)
+                _seeded_reset(driver)
     except Exception as error:
         return error
     return None
 
 
-def _driver_of(environment: Any, number: int = 0) -> Driver | None:
+def _driver_of(environment: Any) -> Driver | None:
     """Return a driver for an environment, or None if it cannot be stepped safely.
 
     Its interface may be unknown, or it may record videos.
     """
     records = _file_guard.video_triggers(walk.layers(environment))
-    return None if records else driver_for(environment, seed=_SEED + number)
+    return None if records else driver_for(environment, seed=_SEED)
 
 
-def _seeded_reset(driver: Driver, number: int) -> None:
-    """Seed the global generators by a number, then reset with a seed."""
-    streams.seed_process(streams.seed_sequence(_SEED, number))  # A reset may draw from global generators.
-    driver.reset(_SEED + number)
+def _seeded_reset(driver: Driver) -> None:
+    streams.seed_process(streams.seed_sequence(_SEED, 0))  # A reset may draw from global generators.
+    driver.reset(_SEED)
 
 
-class _Histories:
-    """Two copies, used differently. They show which paths are settings, episode state or kept state.
+def _use(environment: Any, renders: bool) -> tuple[list[Fingerprint], set[str]]:
+    """Reset, step and reset a copy.
 
-    :ivar renders: Whether to render the copies, too.
-    :ivar fresh: Fingerprints of the copies when they were just built.
-    :ivar can_reset: Whether the copies can be reset.
+    :param renders: Whether to render it, too.
+    :return: Its fingerprints in between, none if it cannot be reset, and the paths of objects that resets replace.
     """
-
-    def __init__(self, renders: bool) -> None:
-        self.renders, self.can_reset = renders, False
-        self.fresh: list[Fingerprint] = []
-        self._all: list[Fingerprint] = []
-        self._after_reset: list[Fingerprint] = []
-        self._steps: dict[str, Any] = {}
-        self._replaced_at_reset: frozenset[str] = frozenset()
-        self.kind = functools.cache(self._kind)
-
-    def use(self, environment: Any, fresh: Fingerprint) -> None:
-        """Step and reset a copy, and take fingerprints.
-
-        The first copy takes other actions than the second one, and is reset with another seed at first.
-        """
-        number = len(self.fresh)
-        used = again = fresh
-        self.fresh.append(fresh)
-        driver = _driver_of(environment, number)
-        if driver is not None:
-            with contextlib.suppress(Exception), _time_limit(_HISTORY_TIMEOUT_S):  # Keep what was found so far.
-                _seeded_reset(driver, number)
-                used = again = fingerprint(environment)
-                self.can_reset = True
-                if number == 0:
-                    self._after_reset.append(used)
-                self._take_steps(environment, driver, number)
-                used = again = fingerprint(environment)
-                _seeded_reset(driver, 0)
-                again = fingerprint(environment)
-        self._after_reset.append(again)
-        self._all += [fresh, *self._after_reset, used]
-        if number == 0:
-            self._steps = used.steps
-            self._replaced_at_reset = frozenset(
+    found: list[Fingerprint] = []
+    replaced: set[str] = set()
+    driver = _driver_of(environment)
+    if driver is not None:
+        with contextlib.suppress(Exception), _time_limit(_HISTORY_TIMEOUT_S):  # Keep what was found so far.
+            _seeded_reset(driver)
+            found.append(fingerprint(environment))
+            until = time.monotonic() + _HISTORY_S
+            for _ in range(_STEPS):
+                driver.step()
+                if time.monotonic() > until:
+                    break
+            if renders and getattr(environment, "render_mode", None) not in (None, "human"):
+                with contextlib.suppress(Exception):
+                    environment.render()
+            found.append(stepped := fingerprint(environment))
+            _seeded_reset(driver)
+            found.append(again := fingerprint(environment))
+            replaced = {
                 path
-                for path, (_, operation, _) in used.steps.items()
-                if operation in ("attribute", "item")
+                for path, token in stepped.tokens.items()
+                if token[0] not in walk.SCALAR_TOKENS
                 and path in again.objects
-                and path not in used.aliases
-                and used.tokens[path][0] not in walk.SCALAR_TOKENS
-                and used.objects[path] is not again.objects[path]
-            )
-        for one in self._all:
-            one.objects.clear()
+                and stepped.objects.get(path) is not again.objects[path]
+                and stepped.steps.get(path, ("", None))[1] in ("attribute", "item")
+            }
+    for one in found:
+        one.objects.clear()
+    return found, replaced
 
-    def _take_steps(self, environment: Any, driver: Driver, number: int) -> None:
-        """Step a copy with random actions, and render it if that is needed."""
-        until = time.monotonic() + _HISTORY_S
-        for _ in range(_STEPS[number]):
-            driver.step()
-            if time.monotonic() > until:
-                break
-        if self.renders and getattr(environment, "render_mode", None) not in (None, "human"):
-            with contextlib.suppress(Exception):
-                environment.render()
 
-    def _kind(self, path: str) -> str:
-        """Return the kind of state at a path.
+@dataclasses.dataclass
+class _Histories:
+    """Fingerprints of two copies that were just built, and of the first one after resets and steps."""
 
-        :return: ``"own"`` if each instance has another value, such as a file name, port or handle. ``"kept"`` if it
-            outlasts resets, ``"episode"`` if resets restore it, ``"fixed"`` if it never changes. Numbers with a
-            fraction, arrays and tensors are never ``"own"``, because a constructor may draw them.
+    fresh: Fingerprint
+    other: Fingerprint
+    used: list[Fingerprint]
+    replaced: set[str]
+
+    def is_own(self, path: str) -> bool:
+        """Whether each instance has another value at a path, such as a file name, port or handle.
+
+        Numbers with a fraction, arrays and tensors do not count, because a constructor may draw them.
         """
-        token, after = self.fresh[0].token(path), [one.token(path) for one in self._after_reset]
-        if token != self.fresh[-1].token(path) and not (walk.is_number(token) or self._is_shared(path)):
-            return "own"
-        if any(token != after[0] for token in after):
-            return "kept"
-        varies = any(one.token(path) != after[0] for one in self._all)
-        return "episode" if varies or self.is_replaced_at_reset(path) else "fixed"
+        token = self.fresh.token(path)
+        if path.startswith("<") or token == self.other.token(path) or walk.is_number(token):
+            return False
+        # The first copy may have changed an object to which modules or classes refer, too.
+        holders = self._holders(path, self.fresh)
+        return not any(f"{holder}.<is>" in self.fresh.tokens for holder in (path, *holders))
 
-    def _holders(self, path: str) -> Iterator[str]:
-        """Yield a path and those of all objects that hold it, up to the environment."""
-        while path in self._steps:
-            yield path
-            path = self._steps[path][0]
+    def varies(self, path: str) -> bool:
+        """Whether steps or resets change the value at a path, or the object to which it refers."""
+        return self._alias_varies(path) or any(one.token(path) != self.fresh.token(path) for one in self.used)
 
-    def is_replaced_at_reset(self, path: str) -> bool:
-        """Whether a reset replaces the object at a path, or one that holds it."""
-        return any(holder in self._replaced_at_reset for holder in self._holders(path))
+    def _alias_varies(self, path: str) -> bool:
+        return any(one.aliases.get(path) != self.fresh.aliases.get(path) for one in self.used)
 
-    def is_episode_state(self, path: str) -> bool:
-        """Whether a path belongs to the episode, so that a copy does not need its value."""
-        return self.kind(path) == "episode" or self.is_replaced_at_reset(path)
+    def is_restored(self, path: str) -> bool:
+        """Whether a reset restores the value at a path after steps, or creates an object that holds it."""
+        if not self.replaced.isdisjoint((path, *self._holders(path, *self.used))):
+            return True
+        return self.varies(path) and bool(self.used[0].token(path) == self.used[-1].token(path))
 
-    def changed_paths(self, original: Fingerprint, copy: Fingerprint) -> tuple[list[str], list[str]]:
-        """Return the paths to change on a copy, and those of classes and globals."""
-        paths = [path for path in copy.differences(original) if self.kind(path) in ("fixed", "kept")]
-        paths = [path for path in paths if original.token(path) != copy.token(path) or not self._alias_varies(path)]
-        classes = [path for path in paths if path.startswith("<") and self.kind(path) == "fixed"]
+    def is_created_by_use(self, path: str, original: Fingerprint) -> bool:
+        """Whether steps or resets create the object at a path, so that a copy does not need it."""
+        below = [path, *(each for each in original.tokens if each.startswith(path))]
+        return self.is_restored(path) or (
+            self.varies(path)
+            and all(
+                self.varies(each) or original.token(each) in [one.token(each) for one in self.used] for each in below
+            )
+        )
+
+    def changed_paths(self, original: Fingerprint, copy: Fingerprint) -> list[str]:
+        """Return the paths of values to change on a copy. A path stands for all parts below it."""
         found: dict[str, None] = {}
-        for path in paths:
-            if not path.startswith("<") and not self._is_covered_by_holder(path, found, original, copy):
-                found[path] = None
-        return list(found), classes
-
-    def doubtful_paths(self, original: Fingerprint) -> list[str]:
-        """Return paths of episode state at which the original has a value that no reset produced."""
-        fresh, found = self.fresh[0], dict[str, None]()
-        for path in fresh.differences(original):
+        shared = {*original.aliases, *self.fresh.aliases, *self.fresh.aliases.values()}
+        for path in copy.differences(original):
             token = original.token(path)
-            if token is None or token[0] == "object" or path in original.aliases or path.startswith("<"):
+            is_alias = token == copy.token(path) and self._alias_varies(path)
+            # Each reset sets such a value, e.g. that the environment was reset.
+            is_certain = self.used and _is_scalar(token) and all(one.token(path) == token for one in self.used)
+            # An object that several paths share cannot be set by one of them.
+            is_created = path in shared and self.is_restored(path)
+            if path.startswith("<") or is_alias or is_certain or is_created or self.is_own(path):
                 continue
-            # An object that fresh copies do not have yet is set as a whole.
-            while (holder := original.steps.get(path, ("", None, None))[0]) and _is_scalar(fresh.token(holder)):
-                path = holder
-            is_doubtful = self.kind(path) in ("episode", "fixed")
-            if is_doubtful and not any(original.equals_below(path, one) for one in self._after_reset):
+            holders = list(self._holders(path, original, copy))
+            if not any(holder in found or self.is_own(holder) for holder in holders):
                 found[path] = None
         return list(found)
 
-    def own_paths(self, original: Fingerprint, copy: Fingerprint) -> list[str]:
-        """Return the paths of plain values that differ in each instance, such as a port or the name of a folder."""
-        paths = (path for path in copy.differences(original) if not path.startswith("<") and self.kind(path) == "own")
-        paths = (path for path in paths if not self.is_replaced_at_reset(path))
-        return [path for path in paths if (original.token(path) or ("",))[0] in ("int", "str")]
-
-    def _is_shared(self, path: str) -> bool:
-        """Whether modules or classes refer to the object at a path, too.
-
-        The first copy may have changed such an object.
-        """
-        tokens = self.fresh[0].tokens
-        return path.startswith("<") or any(f"{holder}.<is>" in tokens for holder in self._holders(path))
-
-    def _alias_varies(self, path: str) -> bool:
-        """Whether steps or resets change which other path refers to the same object."""
-        return any(one.aliases.get(path) != self.fresh[0].aliases.get(path) for one in self._all)
-
-    def _is_covered_by_holder(
-        self, path: str, found: Mapping[str, None], original: Fingerprint, copy: Fingerprint
-    ) -> bool:
-        """Whether a holder of a path is set as a whole, or need not be set."""
-        is_new, holder = copy.token(path) is None, path
-        while holder:
-            steps = original.steps.get(holder) or copy.steps.get(holder) or self._steps.get(holder)
+    def _holders(self, path: str, *fingerprints: Fingerprint) -> Iterator[str]:
+        """Yield the paths of all objects that hold the one at a path."""
+        while path:
+            steps = next((one.steps[path] for one in fingerprints if path in one.steps), None)
             if steps is None:
-                return False
-            holder = steps[0]
-            if holder in found or (is_new and self.is_replaced_at_reset(holder)):
-                return True
-            if original.token(holder) != copy.token(holder) and self.kind(holder) in ("own", "episode"):
-                return True
-        return False
-
-    def is_restored_by_use(self, path: str, original: Fingerprint) -> bool:
-        """Whether steps or resets create the object at a path, so that a copy does not need it."""
-        if self.kind(path) == "fixed":
-            return False
-        below = [path, *(each for each in original.tokens if each.startswith(path))]
-        return self.is_replaced_at_reset(path) or all(
-            self._occurs_in_histories(each, original.token(each)) for each in below
-        )
-
-    def _occurs_in_histories(self, path: str, token: Any) -> bool:
-        """Whether the copies had this token at some time, or tokens that vary."""
-        found = [other for one in self._all if (other := one.token(path)) is not None]
-        return token in found or any(other != found[0] for other in found)
+                return
+            path = steps[0]
+            yield path
 
 
 def _is_scalar(token: Any) -> bool:

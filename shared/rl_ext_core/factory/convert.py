@@ -31,10 +31,10 @@ _ORIGIN_PHRASES = {
 def as_factory(source: Any, *, verify: bool = True, start_method: str | None = None) -> EnvFactory[Any]:
     """Turn an environment into a picklable factory that builds equal environments.
 
-    A copy of an instance gets the constructor's arguments and the attributes that were set since. It also gets state
-    that outlasts resets, such as running statistics. It starts at a reset, not in the middle of the instance's episode.
-    A temporary process builds a copy and compares it with the instance. If they differ, an error is raised. The
-    instance is only read, and stays usable.
+    A copy of an instance gets the constructor's arguments and the attributes that were set since, with state that
+    outlasts resets, such as running statistics. Reset it before its first step, because the state of simulators in C is
+    not copied. A temporary process builds a copy and compares it with the instance. If they differ, an error is raised.
+    The instance is only read, and stays usable.
 
     .. code-block:: python
 

@@ -56,8 +56,8 @@ class EnvFactory(Generic[_Env]):
     Created by :func:`as_factory`.
 
     Pass factories wherever functions that build environments are expected: SB3's ``SubprocVecEnv``, gymnasium's
-    ``AsyncVectorEnv``, TorchRL's collectors. A copy of an instance starts at a reset. Its random generators are
-    reseeded, so each copy draws differently.
+    ``AsyncVectorEnv``, TorchRL's collectors. Reset a copy of an instance before its first step. Its random generators
+    are reseeded, so each copy draws differently.
 
     :ivar instance: Environment that the factory was created from. None in other processes, and if the source was not an
         instance.

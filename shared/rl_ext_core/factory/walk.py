@@ -109,17 +109,6 @@ class Fingerprint:
         found = self.tokens.get(path)
         return self.tokens.get(self.canonical_path(path)) if found is None else found
 
-    def equals_below(self, path: str, other: Fingerprint) -> bool:
-        """Whether the object at a path, and all its parts, have the same tokens in both fingerprints."""
-        token = self.token(path)
-        if token is None or token != other.token(path) or token[0] != "object":
-            return bool(token == other.token(path))
-        firsts = [(one, one.canonical_path(path)) for one in (self, other)]
-        mine, its = (
-            {p[len(first) :]: t for p, t in one.tokens.items() if p.startswith(first)} for one, first in firsts
-        )
-        return mine == its
-
     def differences(self, other: Fingerprint) -> list[str]:
         """Return the paths at which two fingerprints differ, the shortest first."""
         paths = {**self.tokens, **other.tokens, **self.aliases, **other.aliases}
