@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -189,7 +188,8 @@ class ParallelEnv(EnvBase):
         is_here = tensordict.batch_size == self.batch_size and tensordict.device == self.device
         if not is_here or not entries.keys().isdisjoint(_CONTROL_KEYS) or self._post_step_mdp_hooks is not None:
             return super()._step_and_maybe_reset(tensordict)
-        out = entries["next"] = self._step_leaves(tensordict)
+        out: Any = self._step_leaves(tensordict)
+        entries["next"] = out
         following = {name: value for name, value in {**entries, **out._tensordict}.items() if name not in self._dropped}
         return tensordict, self.maybe_reset(new_tensordict(following, self.batch_size, self.device))
 
@@ -382,8 +382,11 @@ class _WorkerCall:
         count, base, path = self._env.num_workers, self._env._base, self._path
         if base is not None and (path in vars(base) or hasattr(GymWrapper, path)):
             value = getattr(base, path)  # workers have no wrapper of TorchRL
-            each = [functools.partial(value, *args, **kwargs) if callable(value) else lambda: value] * count
-            return list(self._env._pool.run("call", lambda: [call() for call in each]))
+
+            def call() -> list[Any]:
+                return [value(*args, **kwargs) if callable(value) else value for _ in range(count)]
+
+            return list(self._env._pool.run("call", call))
         return self._env._pool.call_each("call", [(path, args, kwargs)] * count)
 
     def __iter__(self) -> Iterator[Any]:

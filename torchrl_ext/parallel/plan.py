@@ -104,7 +104,8 @@ class WorkerPlan:
                 self.source = GymSource(found) if isinstance(found, tuple) else found
             factories |= {number: bound[number] for number, other in enumerate(sources) if other is item}
         self.seeds = _worker_seeds(seed, num_workers)  # for_workers() has checked the seed
-        last, preload = functools.partial(to_tensordict_env), PRELOAD
+        last: Any = to_tensordict_env
+        preload: Sequence[str] = PRELOAD
         if self.is_gymnasium:
             unwrapped = pickle.dumps(functools.partial(to_worker_env, source=self.source))
             last, preload = functools.partial(adapt_unless_plain, adapt=unwrapped), ()
