@@ -101,7 +101,9 @@ class Leaves:
     @property
     def spaces(self) -> tuple[gymnasium.Space[Any], gymnasium.Space[Any]]:
         """Spaces of an environment whose observations are the outputs, and whose action is the inputs' bytes."""
-        places = {leaf.name: _LeafSpace(leaf.shape, leaf.dtype, f"{leaf.dtype}{leaf.shape}") for leaf in self.outputs}
+        places: dict[str, gymnasium.Space[Any]] = {
+            leaf.name: _LeafSpace(leaf.shape, leaf.dtype, f"{leaf.dtype}{leaf.shape}") for leaf in self.outputs
+        }
         return gymnasium.spaces.Dict(places), _LeafSpace((self._record.itemsize,), np.uint8, self._specs)
 
     @cached_property
