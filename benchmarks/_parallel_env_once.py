@@ -83,15 +83,15 @@ class FailingCartPole(CartPoleEnv):
         return super().step(action)
 
 
-def start(library: str, count: int) -> list[dict[str, float]]:
-    """Start CartPole's workers twice; the second start reuses this package's fork server."""
+def start(library: str, count: int, name: str = "CartPole-v1") -> list[dict[str, float]]:
+    """Start an environment's workers twice; the second start reuses this package's fork server."""
     starts = []
     for _ in range(2):
         begin, before = time.perf_counter(), _cpu_without_workers(())
         if library == "ours":
-            env = torchrl_ext.ParallelEnv(count, gymnasium.make("CartPole-v1"))
+            env = torchrl_ext.ParallelEnv(count, gymnasium.make(name))
         else:
-            env = ParallelEnv(count, lambda: GymEnv("CartPole-v1"), mp_start_method="spawn")
+            env = ParallelEnv(count, lambda: GymEnv(name), mp_start_method="spawn")
         env.reset()
         wall = time.perf_counter() - begin
         processes = env._pool.processes if isinstance(env, torchrl_ext.ParallelEnv) else env._workers

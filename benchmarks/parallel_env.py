@@ -1,6 +1,6 @@
 """``torchrl_ext.ParallelEnv`` against TorchRL's ``ParallelEnv`` with spawn, its default.
 
-    python -m benchmarks.parallel_env [start many built steps failures meltingpot] [--rounds 3] [--workers 4]
+    python -m benchmarks.parallel_env [start many twenty built steps failures meltingpot] [--rounds 3] [--workers 4]
 
 TorchRL's class gets a lambda, as its documentation recommends. This package's class gets the environment itself. Every
 start is measured in a fresh process. The first start also starts a fork server, and tests a copy of the environment in
@@ -32,6 +32,7 @@ LIBRARIES = ("TorchRL", "ours")
 MELTINGPOT = Path(".venv-meltingpot/bin/python")
 CPU_TARGET, MEMORY_TARGET, SPEED_TARGET = 15, 8, 0.95
 MANY, MANY_TARGET_MIB = 32, 2500 * 1e6 / 2**20
+TWENTY_TARGETS_S = {"CartPole-v1": 1.5, "Ant-v5": 2.0}
 LIMIT_S = 60
 WIDTH = 52
 
@@ -116,6 +117,16 @@ def many(rounds: int, workers: int) -> None:
     print_row("memory of all processes, after a rollout", "", f"{total:.0f} MiB", verdict=verdict)
 
 
+def twenty(rounds: int, workers: int) -> None:
+    """Measure seconds from the constructor to the end of the first reset of 20 workers, of this package's class."""
+    print("\nstart of 20 workers, after imports")
+    for name, target in TWENTY_TARGETS_S.items():
+        starts = [run_once("start", "ours", 20, name) for _ in range(rounds)]
+        first, later = (median(found[which]["wall"] for found in starts) for which in (0, 1))
+        verdict = f"(≤ {target} s){'' if first <= target else '  missed'}"
+        print_row(f"{name}, first and later", f"{first:.2f} s", f"{later:.2f} s", verdict=verdict)
+
+
 def built(rounds: int, workers: int) -> None:
     """Count the environments that the parent process builds for two workers; it needs none."""
     print("\nenvironments built in the parent, for 2 workers")
@@ -196,7 +207,7 @@ def meltingpot_table(found: Mapping[str, Sequence[Any]]) -> None:
 
 
 PARTS: dict[str, Callable[[int, int], None]] = {
-    part.__name__: part for part in (start, many, built, steps, failures, meltingpot)
+    part.__name__: part for part in (start, many, twenty, built, steps, failures, meltingpot)
 }
 
 

@@ -17,7 +17,6 @@ from rl_ext_core.recording.memory_layout import ENDED, OTHER_REWARD, TRUNCATED
 from rl_ext_core.vector.environments import PoolOptions, qualified_name, store_reward
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.ray_pool import RayPool
-from rl_ext_core.vector.restarting_pool import make_pool
 
 __all__ = ["CheckedVecEnv", "Indices", "PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv"]
 
@@ -311,7 +310,7 @@ class SharedMemoryVecEnv(PoolVecEnv):
             cwd,
             recorder,
         )
-        super().__init__(make_pool(env_fns, options))
+        super().__init__(Pool(env_fns, options))
         self.working_directory = self._pool.working_directory
 
 

@@ -1,31 +1,32 @@
-"""``EnvironmentState``: state of environments and collectors that TorchRL does not save."""
+"""``EnvironmentState``: state of environments and collectors that TorchRL does not save.
+
+The gymnasium environment inside a ``GymWrapper`` is recorded in this process. In workers, the pool records what they
+step. What lasts over episodes is saved next to the log: attributes of wrappers, and the state of transforms.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torchrl.envs import EnvBase, SerialEnv
+from torchrl.envs import Compose, EnvBase, SerialEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.recording.layers import unsaved_attributes
+from rl_ext_core.recording import EpisodeRecorder
+from rl_ext_core.recording.generators import global_states, restore_global_states
+from rl_ext_core.recording.layers import describe_layers, layer_states, restore_layers, unsaved_attributes
 from torchrl_ext.parallel import ParallelEnv
-from torchrl_ext.parallel.episodes import (
-    Episodes,
-    describe_transform,
-    load_transforms,
-    raise_first,
-    transform_shapes,
-)
-from torchrl_ext.parallel.worker_env import split_transforms
+from torchrl_ext.parallel.worker_env import TensorDictEnv, find_gymnasium_env, split_transforms
 
 __all__ = ["EnvironmentState"]
 
-_FORMAT = "torchrl_ext environments 3"
+_FORMAT = "torchrl_ext environments 4"
+_NAMES = ("log", "layers", "transforms", "generators")  # of the state of each environment
 
 
 class EnvironmentState:
@@ -65,13 +66,14 @@ class EnvironmentState:
                 f"source is of type {type(source).__name__}: expected a Collector of one process, or an environment. "
                 "Use EnvironmentState(Collector(env, policy, ...))"
             )
-        self._transforms, self._base = split_transforms(env)
-        self._env = env
-        base = self._base
-        self._episodes = Episodes(base)
+        self._transforms, base = split_transforms(env)
+        self._env, self._base = env, base
+        self._pool = base._pool if isinstance(base, ParallelEnv) else None
+        # Workers that step gymnasium environments call only functions of the core: they have not imported TorchRL.
+        self._needs_torchrl = self._pool is None or not base._plan.is_gymnasium
         if not isinstance(base, BatchedEnvBase):
-            self._episodes.describe()
-        elif not isinstance(base, SerialEnv) and not (isinstance(base, ParallelEnv) and base._plan.records_episodes):
+            self._describe()
+        elif not isinstance(base, SerialEnv) and not (self._pool is not None and base._plan.records_episodes):
             raise InvalidTypeError(
                 f"the episodes of {type(base).__name__} are not recorded: expected torchrl_ext.ParallelEnv with "
                 "recorder=True, or SerialEnv. Use torchrl_ext.ParallelEnv(num_workers, env)"
@@ -88,15 +90,24 @@ class EnvironmentState:
                 f"the environments of {type(self._base).__name__} are closed, or were not reset: expected environments "
                 "in an episode. Call env.reset() first"
             )
-        collector, episodes = self._collector, self._episodes.save()
-        if unsaved := [name for one in episodes for name in unsaved_attributes(one["layers"])]:
+        layout, collector, count = self._layout(), self._collector, len(self._describe())
+        generators: list[Any] = [None] * count
+        if self._pool is None:
+            recorders = self._apply(find_gymnasium_env)
+            logs, layers = [one.episode_log() for one in recorders], list(map(layer_states, recorders))
+        else:
+            logs, layers = self._run("episode_logs"), self._run("layer_states")
+            generators = self._apply(global_states)
+        transforms = self._apply(_transform_states) if self._needs_torchrl else [[]] * count
+        if unsaved := [name for states in layers for name in unsaved_attributes(states)]:
             warnings.warn(f"Environment: {', '.join(dict.fromkeys(unsaved))} cannot be saved.", stacklevel=2)
+        rows = zip(logs, layers, transforms, generators, strict=True)
         state = {
             "format": _FORMAT,
-            "layout": self._layout(),
-            "episodes": episodes,
+            "layout": layout,
+            "episodes": [dict(zip(_NAMES, row, strict=True)) for row in rows],
             "buffers": self._base.shared_tensordict_parent.clone() if self._has_buffers else None,
-            "transforms": [transform.state_dict() for transform in self._transforms],
+            "transforms": _transform_states(self._env),
             "collector": None if collector is None else (collector.state_dict(), collector._carrier),
         }
         file = io.BytesIO()
@@ -109,8 +120,9 @@ class EnvironmentState:
         Restore the generators of Python, NumPy and torch after it, because environments in this process draw from them.
 
         :param state_dict: result of :meth:`state_dict`
-        :raises InvalidArgumentError: If the environments are not built like the saved ones, which changes nothing. Or
-            if an episode cannot be repeated: its environment is not deterministic, or had no record.
+        :raises InvalidArgumentError: If the environments are not built like the saved ones. If their classes differ,
+            nothing changes. Also if an episode cannot be repeated: its environment is not deterministic, or had no
+            record.
         :raises CorruptFileError: If ``state_dict`` is something else.
         """
         try:
@@ -119,7 +131,14 @@ class EnvironmentState:
                 raise ValueError(f"format {state['format']!r}; expected {_FORMAT!r}")
         except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, EOFError, pickle.PickleError) as error:
             raise CorruptFileError(f"state_dict is not that of an EnvironmentState ({error}). Save it again") from error
-        self._check_layout(state["layout"])
+        if isinstance(self._base, BatchedEnvBase) and self._base.is_closed:
+            self._base.start()
+        for (part, expected), (_, found) in zip(state["layout"].items(), self._layout().items(), strict=False):
+            if found != expected:
+                raise InvalidArgumentError(
+                    f"{part} is {found}: expected {expected}, as in the saved run. Build all environments and the "
+                    "collector like those of the saved run, and then call load_state_dict(...)"
+                )
         if self._collector is None:
             self._env.reset()  # starts workers, and sets up transforms
         else:  # TorchRL begins new trajectories, whose numbers differ
@@ -128,58 +147,120 @@ class EnvironmentState:
             if "traj_pool" in saved:
                 collector._traj_pool.load_state_dict(saved["traj_pool"])
             collector._carrier = carrier
-        self._restore_episodes(state["episodes"])
+        for number, episode in enumerate(state["episodes"]):
+            self._restore_episode(number, episode)
+        problems = [_load_transforms(self._env, state["transforms"])]
+        if self._needs_torchrl:
+            problems += self._apply(_load_transforms, [episode["transforms"] for episode in state["episodes"]])
         if self._has_buffers:  # transforms in the workers read entries of the last step
             self._base.shared_tensordict_parent.update_(state["buffers"])
-        raise_first([load_transforms(self._env, state["transforms"])])
+        for problem in filter(None, problems):
+            raise InvalidArgumentError(problem)
+
+    # -- environments, in this process or in workers
+
+    def _apply(self, function: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+        """Call a function with each environment, where it is, and with an entry of each list of arguments."""
+        if self._pool is None:
+            members = self._base._envs if isinstance(self._base, SerialEnv) else [self._base]
+            return list(map(function, members, *arguments))
+        rows = zip(*arguments, strict=True) if arguments else [()] * self._base.num_workers
+        return self._pool.call_each("apply", [(function, *row) for row in rows])
+
+    def _run(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the pool."""
+        pool: Any = self._pool
+        return pool.run("call", lambda: getattr(pool._pool, name)(*arguments))
+
+    def _describe(self) -> list[str]:
+        """Return the classes of each environment, of its transforms and of its wrappers.
+
+        :raises InvalidTypeError: If an environment is not recorded.
+        """
+        if not self._needs_torchrl:
+            return [f"GymWrapper of {text}" for text in self._apply(describe_layers)]
+        found = self._apply(_describe_environment)
+        for text, is_recorded in found:
+            if not is_recorded:
+                raise InvalidTypeError(
+                    f"the episodes of {text} are not recorded: expected a single gymnasium environment in a "
+                    "GymWrapper, and an EpisodeRecorder around it. Use "
+                    "GymWrapper(EpisodeRecorder(gymnasium.make(id))), with EpisodeRecorder of rl_ext_core.recording, "
+                    "or torchrl_ext.ParallelEnv of such environments"
+                )
+        return [text for text, _ in found]
 
     def _layout(self) -> dict[str, str]:
         """Return descriptions of the parts that must be the same when the state is loaded."""
         base, kind = self._base, "a single environment"
         if isinstance(base, BatchedEnvBase):
-            name = "ParallelEnv" if isinstance(base, ParallelEnv) else "SerialEnv"
-            kind = f"{name}({base.num_workers}, ...)"
-        layout = {
+            kind = f"{'SerialEnv' if self._pool is None else 'ParallelEnv'}({base.num_workers}, ...)"
+        return {
             "the source": "an environment" if self._collector is None else type(self._collector).__name__,
             "the environment without transforms": kind,
-            "the list of transforms": " of ".join(map(describe_transform, self._transforms)) or "empty",
-            **transform_shapes(self._env),
+            "the list of transforms": " of ".join(map(_describe_transform, self._transforms)) or "empty",
+            **{f"environment {index}": text for index, text in enumerate(self._describe())},
         }
-        for index, (text, shapes) in enumerate(self._episodes.describe()):
-            layout[f"environment {index}"] = text
-            layout |= {f"in environment {index}, {place}": shape for place, shape in shapes.items()}
-        return layout
-
-    def _check_layout(self, saved: dict[str, str]) -> None:
-        """Start the environments, and raise an error if they are not built like the saved ones."""
-        if isinstance(self._base, BatchedEnvBase) and self._base.is_closed:
-            self._base.start()
-        found = self._layout()
-        for part, expected in saved.items():
-            if found.get(part, expected) != expected:  # the first reset creates some tensors
-                raise InvalidArgumentError(
-                    f"{part} is {found[part]}: expected {expected}, as in the saved run. Build all environments and "
-                    "the collector like those of the saved run, and then call load_state_dict(...)"
-                )
 
     @property
     def _has_buffers(self) -> bool:
         """Whether the environments write to TensorDicts that their batch shares."""
         return isinstance(self._base, SerialEnv) and bool(self._base._use_buffers)
 
-    def _restore_episodes(self, states: list[dict[str, Any]]) -> None:
-        """Repeat the episode of each environment."""
-        for index, state in enumerate(states):
-            problem = "has no complete record of its episode"
-            if state["log"] is not None and not state["log"].is_interrupted:
-                difference, sentences = self._episodes.repeat(index, state)
-                for sentence in sentences:
-                    warnings.warn(f"Environment: {sentence}.", stacklevel=3)
-                if difference is None:
-                    continue
-                problem = f"is not deterministic: its observations differ from step {difference:,} of the episode"
-            raise InvalidArgumentError(
-                f"environment {index} {problem}; expected the same episode as in the saved run. To continue with "
-                "new episodes, load the collector's own state: collector.load_state_dict(...)"
+    def _restore_episode(self, number: int, state: dict[str, Any]) -> None:
+        """Repeat the episode of an environment, and restore the attributes of its wrappers."""
+        problem, log = "has no complete record of its episode", state["log"]
+        if log is not None and not log.is_interrupted:
+            if self._pool is None:
+                recorder = self._apply(find_gymnasium_env)[number]
+                repetition, sentences = recorder.repeat(log), restore_layers(recorder, state["layers"])
+            else:
+                repetition = self._run("repeat_episode", number, log)
+                sentences = self._run("restore_layers", number, state["layers"])
+                self._pool.call_each("apply", [(restore_global_states, state["generators"])], [number])
+            for sentence in sentences:
+                warnings.warn(f"Environment: {sentence}.", stacklevel=3)
+            if repetition.first_difference is None:
+                return
+            step = repetition.first_difference
+            problem = f"is not deterministic: its observations differ from step {step:,} of the episode"
+        raise InvalidArgumentError(
+            f"environment {number} {problem}; expected the same episode as in the saved run. To continue with "
+            "new episodes, load the collector's own state: collector.load_state_dict(...)"
+        )
+
+
+def _describe_transform(transform: Any) -> str:
+    """Return the class of a transform, and of the transforms in it."""
+    inner = ", ".join(map(_describe_transform, transform)) if isinstance(transform, Compose) else ""
+    return f"{type(transform).__name__}({inner})" if inner else type(transform).__name__
+
+
+def _describe_environment(environment: Any) -> tuple[str, bool]:
+    """Return the classes in an environment, and whether it is recorded."""
+    transforms, base = split_transforms(environment)
+    if isinstance(environment, TensorDictEnv):
+        layers: Any = environment if environment.records_episodes else None
+    else:
+        recorder = find_gymnasium_env(base)
+        layers = recorder if isinstance(recorder, EpisodeRecorder) else None
+    names = [*map(_describe_transform, transforms), type(base).__name__]
+    return " of ".join(names if layers is None else [*names, describe_layers(layers)]), layers is not None
+
+
+def _transform_states(environment: Any) -> list[Any]:
+    return [transform.state_dict() for transform in split_transforms(environment)[0]]
+
+
+def _load_transforms(environment: Any, saved: list[dict[str, Any]]) -> str | None:
+    """Load the states of an environment's transforms; return a text if that is not possible."""
+    for transform, state in zip(split_transforms(environment)[0], saved, strict=True):
+        try:
+            transform.load_state_dict(state)
+        except RuntimeError as error:  # shapes that differ, for example
+            return (
+                f"the state of transform {_describe_transform(transform)} cannot be loaded "
+                f"({' '.join(str(error).split())}): expected the transforms of the saved run. Build all environments "
+                "like those of the saved run, and then call load_state_dict(...)"
             )
-        self._episodes.load_transforms(states)
+    return None

@@ -2,18 +2,16 @@
 
     python tests/torchrl_ext/collector_script.py FOLDER KIND SOURCE:SEED ...
 
-KIND is a kind of collector, SOURCE one of SOURCES. Ray writes its files into FOLDER, and also fills a buffer. Every
-warning is an error, except those in IGNORED_WARNINGS.
+KIND is a kind of collector, SOURCE one of SOURCES. Ray writes its files into FOLDER. Every warning is
+an error, except those in IGNORED_WARNINGS.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import random
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -122,13 +120,6 @@ class SingleCollectors:
             collector.shutdown()
 
 
-def free_port() -> int:
-    """Return the number of a TCP port that no process uses."""
-    with socket.socket() as bound:
-        bound.bind(("localhost", 0))
-        return int(bound.getsockname()[1])
-
-
 def collector(kind: str, factories: list[Any], policy: Any) -> Any:
     """Make a collector that returns one batch per worker, or one batch of all workers."""
     frames: dict[str, Any] = {"frames_per_batch": WORKERS * STEPS, "total_frames": WORKERS * STEPS}
@@ -142,13 +133,11 @@ def collector(kind: str, factories: list[Any], policy: Any) -> Any:
         return MultiSyncCollector(factories, policy, cat_results="stack", **frames)
     from torchrl.collectors import distributed
 
-    options = {**frames, "sync": True, "collector_kwargs": transforms}
-    if kind == "ray":
-        remote = {"num_cpus": 1, "memory": 2**28}
-        collector = distributed.RayCollector(factories, policy, remote_configs=remote, **options)
-        collector.update_policy_weights_(policy)
-        return collector
-    return distributed.DistributedCollector(factories, policy, launcher="mp", tcp_port=free_port(), **options)
+    remote = {"num_cpus": 1, "memory": 2**28}
+    options = {**frames, "sync": True, "collector_kwargs": transforms, "remote_configs": remote}
+    ray_collector = distributed.RayCollector(factories, policy, **options)
+    ray_collector.update_policy_weights_(policy)
+    return ray_collector
 
 
 def collect_first_batches(kind: str, source: Any, seed: int) -> TensorDict:
@@ -170,50 +159,8 @@ def as_lists(batch: TensorDict) -> dict[str, Any]:
     return {name if isinstance(name, str) else ".".join(name): batch[name].tolist() for name in names if name in keys}
 
 
-def fill_ray_buffer() -> int:
-    """Fill a ``RayReplayBuffer`` from two processes, sample it, and return its length.
-
-    :raises AssertionError: If an element differs from the added ones.
-    """
-    import ray
-    from torchrl.data import RayReplayBuffer, TensorDictReplayBuffer
-
-    from tests.torchrl_ext.frame_data import Videos, contents
-    from torchrl_ext import FrameStorage
-
-    keys = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("next", "done")]
-    ours, theirs = (
-        [videos.collect(10).reshape(-1) for _ in range(3)] for videos in (Videos(2, seed=1), Videos(2, seed=2))
-    )
-    known = contents(torch.cat([*ours, *theirs]), keys)
-    buffer = RayReplayBuffer(
-        replay_buffer_cls=TensorDictReplayBuffer,
-        storage=functools.partial(FrameStorage, 200),
-        batch_size=16,
-        remote_config={"num_cpus": 0},
-        transport="ray",
-    )
-    try:
-        for batch in ours:
-            buffer.extend(batch)
-
-        @ray.remote(num_cpus=0)
-        def extend_in_task(client: Any) -> None:
-            """Add batches from another process, through the buffer's client."""
-            for batch in theirs:
-                client.extend(batch)
-
-        ray.get(extend_in_task.remote(buffer.client()))
-        for _ in range(5):
-            assert set(contents(buffer.sample(), keys)) <= set(known)
-        assert contents(buffer[:], keys) == known
-        return len(buffer)
-    finally:
-        buffer.close()
-
-
 def main() -> None:
-    """Print the first batches of each run as JSON, and the Ray buffer's length."""
+    """Print the first batches of each run as JSON."""
     folder, kind, *runs = sys.argv[1:]
     logger.setLevel(logging.ERROR)
     gymnasium.register("OfAScript-v0", entry_point=RandomObservations)
@@ -222,8 +169,7 @@ def main() -> None:
         for run in runs:
             source, seed = run.split(":")
             results.append(as_lists(collect_first_batches(kind, SOURCES[source](), int(seed))))
-        buffer_length = fill_ray_buffer() if kind == "ray" else 0
-    sys.stdout.write(json.dumps([results, buffer_length]) + "\n")
+    sys.stdout.write(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

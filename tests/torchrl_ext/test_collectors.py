@@ -30,7 +30,6 @@ LIMIT_S = 800  # Only a hang takes so long.
 # Sources and seeds for the script, by kind of collector. Starting workers takes seconds, so each kind runs once.
 RUNS = {
     "sync": ("changed:0", "transformed:0"),
-    "distributed": ("changed:0",),
     "ray": ("changed:0", "transformed:0", "id:0", "id:0", "id:1"),
 }
 
@@ -46,8 +45,8 @@ def script_output(request: pytest.FixtureRequest) -> dict[str, Any]:
     # In /tmp, since paths of sockets are limited to 107 characters.
     with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
         command = [str(SCRIPT), str(Path(root, "ray")), kind, *RUNS[kind]]
-        results, buffer_length = json.loads(run_ray_script(command, Path(root), limit_s=LIMIT_S).splitlines()[-1])
-    found: dict[str, Any] = {"buffer_length": buffer_length}
+        results = json.loads(run_ray_script(command, Path(root), limit_s=LIMIT_S).splitlines()[-1])
+    found: dict[str, Any] = {}
     for run, result in zip(RUNS[kind], results, strict=True):
         found.setdefault(run, []).append(arrays(result))
     return found
@@ -131,11 +130,6 @@ def test_copies_of_an_id_registered_by_the_script_are_seeded_and_differ(
     assert_same(one, again)
     drawn = np.concatenate([one["observation"], script_output["id:1"][0]["observation"]]).reshape(-1, 4)
     assert np.unique(drawn).size == drawn.size
-
-
-@for_collectors("ray")
-def test_ray_replay_buffer_is_filled_by_two_processes(script_output: Any) -> None:
-    assert script_output["buffer_length"] == 120
 
 
 class MakeParallel:

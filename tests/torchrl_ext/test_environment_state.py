@@ -12,7 +12,7 @@ import gymnasium
 import pytest
 import torch
 from torchrl.collectors import Collector
-from torchrl.envs import CatFrames, Compose, ObservationNorm, RewardSum, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import CatFrames, Compose, RewardSum, SerialEnv, StepCounter, TransformedEnv
 from torchrl.envs import GymEnv as UpstreamGymEnv
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
@@ -117,11 +117,6 @@ def make_transformed(*transforms: Any) -> TransformedEnv:
     return TransformedEnv(make_recorded(), Compose(*transforms))
 
 
-def normalization(n_numbers: int) -> ObservationNorm:
-    """Build a transform that changes no observation."""
-    return ObservationNorm(loc=torch.zeros(n_numbers), scale=torch.ones(n_numbers), in_keys=["observation"])
-
-
 @pytest.mark.parametrize(
     ("make", "make_other", "match"),
     [
@@ -152,21 +147,6 @@ def normalization(n_numbers: int) -> ObservationNorm:
             lambda: SerialEnv(1, make_recorded),
             lambda: ParallelEnv(1, lambda: GymWrapper(Well())),
             r"is ParallelEnv\(1, .*: expected SerialEnv\(1, ",
-        ),
-        (
-            lambda: make_transformed(normalization(3)),
-            lambda: make_transformed(normalization(1)),
-            r"shape of transforms.0.loc in transform 0, Compose\(ObservationNorm\) is \(1,\): expected \(3,\), as in",
-        ),
-        (
-            lambda: SerialEnv(1, lambda: make_transformed(normalization(3))),
-            lambda: SerialEnv(1, lambda: make_transformed(normalization(1))),
-            r"in environment 0, the shape of transforms.0.loc in .* is \(1,\): expected \(3,\)",
-        ),
-        (
-            lambda: ParallelEnv(1, TransformedEnv(GymWrapper(Well()), normalization(3))),
-            lambda: ParallelEnv(1, TransformedEnv(GymWrapper(Well()), normalization(1))),
-            r"the shape of loc in transform 0, ObservationNorm is \(1,\): expected \(3,\)",
         ),
     ],
 )

@@ -103,67 +103,6 @@ FROM_WORKERS = dict(metadata_from_workers=True, use_buffers=False)
 """
 
 
-start_methods = pytest.mark.parametrize(
-    "start_method",
-    ["fork", pytest.param("forkserver", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.exhaustive)],
-)
-
-
-@pytest.mark.sample(quick=0, ci=1)
-@start_methods
-@pytest.mark.parametrize(
-    "from_workers",
-    [
-        pytest.param(True, id="metadata from workers"),
-        pytest.param(False, id="metadata from the parent", marks=pytest.mark.slow),
-    ],
-)
-def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(
-    start_method: str, from_workers: bool, tmp_path: Path
-) -> None:
-    ended = run(
-        TORCHRL,
-        f"""
-        folder, options = {str(tmp_path)!r}, FROM_WORKERS if {from_workers} else {{}}
-        env = ParallelEnv(3, bound(folder, wrap=wrap_for_torchrl), mp_start_method={start_method!r}, **options)
-        shape = env.rollout(2).batch_size
-        env.close(raise_if_closed=False)
-        answer = [reports(folder), variables(), torch.cuda.is_initialized(), list(shape)]
-        """,
-    )
-    found, parent, cuda, shape = ended.answer
-    workers = [report for report in found if not report["in_parent"]]
-    in_parent = [report for report in found if report["in_parent"]]
-    assert [report["called"] for report in workers] == EXPECTED
-    assert [report["unpickled"] for report in workers] == ([None] * 3 if start_method == "fork" else EXPECTED)
-    assert [report["imported"] for report in workers] == ([UNSET] * 3 if start_method == "fork" else EXPECTED)
-    assert shape == [3, 2]
-    assert not cuda
-    if from_workers:
-        assert (in_parent, parent) == ([], UNSET)
-    else:  # the parent builds one of each with the first worker's decision, and warns
-        assert [report["called"] for report in in_parent] == [EXPECTED[0]] * 3
-        assert parent == EXPECTED[0]
-    said = ended.stderr.count("a worker's environment is built in the parent process")
-    assert said == (0 if from_workers else 1)
-
-
-@pytest.mark.slow
-def test_rendering_in_forks_raises_after_the_parent_has_rendered(tmp_path: Path) -> None:
-    # TorchRL builds one environment in the parent for its specs, which renders at construction.
-    ended = run(
-        TORCHRL,
-        f"""
-        factories = bind_to_mesa({str(tmp_path)!r}, wrap=functools.partial(wrap_for_torchrl, from_pixels=True))
-        specs = factories[0]()
-        ParallelEnv(2, factories, mp_start_method="fork", **FROM_WORKERS)
-        """,
-        timeout_s=60,
-    )
-    assert "DeviceConflictError: mujoco.egl had created its display before this process was forked" in ended.stderr
-    assert "mp_start_method=" in ended.stderr
-
-
 @pytest.mark.slow
 def test_mujoco_renderer_needs_apply_before_importing_torchrl(tmp_path: Path) -> None:
     # Importing TorchRL imports mujoco, which reads MUJOCO_GL at import.

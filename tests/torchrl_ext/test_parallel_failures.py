@@ -124,7 +124,8 @@ def test_worker_failures_raise_worker_error(when: str, how: str, method: str | N
     assert str(error).startswith("worker 1 of 2")
     assert (error.seed is None) == (seed is None)
     assert seed is None or (error.seed != seed and f"(seed {error.seed})" in str(error))
-    assert error.phase == {"method": "fetch", "constructor": "building the environment"}.get(when, when)
+    assert error.phase == {"method": "call"}.get(when, when)
+    assert when != "method" or "in fetch: " in str(error)
     assert said in str(error)
     if kind == "exception":
         assert "parallel_environments.py" in error.traceback
@@ -167,14 +168,14 @@ def test_worker_killed_while_idle_raises_at_the_next_call(then: Any, in_torchrl:
     os.kill(pids(env)[1], signal.SIGKILL)
     with expect_worker_error(env) as caught:
         then(env)
-    assert "worker 1 of 2 was killed by SIGKILL" in str(caught.value)
+    assert "worker 1 of 2, between two calls: was killed by SIGKILL" in str(caught.value)
 
 
 def test_step_after_a_failure_is_rejected_until_reset() -> None:
     env = make_failing_pair("step")
     with pytest.raises(WorkerError, match="the well is dry"):
         env.rollout(5)
-    with pytest.raises(WorkerError, match=r"no workers, because worker 1 .* in step\. Use reset\(\) to start new ones"):
+    with pytest.raises(WorkerError, match=r"no workers, because worker 1 .* in step: .*Use reset\(\) to start"):
         env.step(env.full_action_spec.zero())
     assert not running_workers()
     with pytest.raises(WorkerError, match="the well is dry") as caught:  # starts raise it too
@@ -198,7 +199,7 @@ def test_result_that_cannot_be_unpickled_does_not_corrupt_the_next_one() -> None
     with expect_worker_error(env) as caught:
         env.make_lock()
     assert "cannot pickle '_thread.lock' object" in str(caught.value)
-    assert caught.value.phase == "make_lock"
+    assert "in make_lock: " in str(caught.value)
 
 
 def test_errors_in_the_parent_process_keep_the_workers() -> None:
@@ -233,8 +234,7 @@ def test_ctrl_c_ends_the_workers(when: str, in_torchrl: bool) -> None:
 
 
 def test_failed_start_ends_workers_that_have_started() -> None:
-    env = ParallelEnv(2, Failing)
-    env.update_kwargs([{}, {"how": threading.Lock()}])
+    env = ParallelEnv(2, Failing, create_env_kwargs=[{}, {"how": threading.Lock()}])
     with pytest.raises(TypeError, match="cannot pickle"):
         env.reset()
     assert not workers_left()

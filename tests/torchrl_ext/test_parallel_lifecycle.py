@@ -9,10 +9,6 @@ import logging
 import os
 import pickle
 import re
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +16,9 @@ from typing import Any
 
 import cloudpickle
 import gymnasium
-import numpy as np
 import psutil
 import pytest
 import torch
-from gymnasium import spaces
 from torchrl.envs import GymEnv, RewardSum, TransformedEnv
 from torchrl.envs import ParallelEnv as Upstream
 
@@ -97,58 +91,6 @@ def test_pickling_closes_the_environment_and_the_copy_starts_new_workers(
     assert torch.equal(found[:, 0], before[:, 0])
 
 
-# -- processes that environments start, and closing
-
-
-class EnvWithSimulator(Failing):
-    """Environment with a simulator process, and a forked daemon that inherits all descriptors."""
-
-    def __init__(self, pids: str, **options: Any) -> None:
-        self.simulator = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
-        self.daemon = os.fork()
-        if self.daemon == 0:
-            os.setsid()
-            time.sleep(30)
-            os._exit(0)
-        with Path(pids).open("a") as file:
-            file.write(f"{self.simulator.pid}\n")
-        super().__init__(**options)
-
-    def close(self) -> None:
-        for pid in (self.simulator.pid, self.daemon):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        super().close()
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process runs; zombies do not count."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.parametrize("method", ["forkserver", "fork"])
-@pytest.mark.parametrize("how", ["SIGKILL", "raise"])
-@pytest.mark.parametrize("when", ["step", "method"])
-def test_worker_failure_is_detected_while_its_children_live(when: str, how: str, method: str, tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    kwargs = [{"pids": str(pids)}, {"pids": str(pids), "when": when, "how": how}]
-    env = ParallelEnv(2, EnvWithSimulator, create_env_kwargs=kwargs, mp_start_method=method, step_timeout=60)
-    with pytest.raises(WorkerError, match="worker 1 of 2") as caught:  # noqa: PT012
-        env.reset()
-        env.rollout(5, break_when_any_done=False)
-        env.fetch()
-    assert caught.value.kind != "timeout"
-    end = time.monotonic() + 120
-    while (left := list(filter(is_running, map(int, pids.read_text().split())))) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not left
-    env.close()
-
-
 @pytest.mark.sample(quick=1, ci=2)
 @pytest.mark.parametrize("how", ["Ctrl-C", "raise", "hang"])
 def test_environments_are_closed_when_another_one_fails(how: str, event_log: Path) -> None:
@@ -162,36 +104,15 @@ def test_environments_are_closed_when_another_one_fails(how: str, event_log: Pat
 
 
 class SlowToClose(Well):
-    """Environment that closes slowly, and then writes a file in a thread."""
-
-    def __init__(self, file: str, seconds: float) -> None:
-        super().__init__()
-        self.file, self.seconds = file, seconds
+    """Environment that takes as long to close as its depth says."""
 
     def close(self) -> None:
-        time.sleep(self.seconds)
-        threading.Thread(target=self._write_file_later).start()
-
-    def _write_file_later(self) -> None:
-        """Write a line to the file after ``seconds``."""
-        time.sleep(self.seconds)
-        with Path(self.file).open("a") as file:
-            file.write("video\n")
+        time.sleep(self.depth)
 
 
 @slow
-def test_close_waits_for_slow_environments(tmp_path: Path) -> None:
-    env = ParallelEnv(2, SlowToClose, create_env_kwargs={"file": str(tmp_path / "video"), "seconds": 0.7})
-    env.rollout(3)
-    (tmp_path / "video").unlink(missing_ok=True)  # written by the copy that was tested
-    env.close()
-    assert (tmp_path / "video").read_text() == "video\n" * 2
-
-
-@slow
-def test_close_warns_after_shutdown_timeout(tmp_path: Path) -> None:
-    kwargs = [{"file": str(tmp_path / "video"), "seconds": seconds} for seconds in (0, 1000)]
-    env = ParallelEnv(2, SlowToClose, create_env_kwargs=kwargs, shutdown_timeout=2)
+def test_close_warns_after_shutdown_timeout() -> None:
+    env = ParallelEnv(2, SlowToClose, create_env_kwargs=[{"depth": 0.0}, {"depth": 1000.0}], shutdown_timeout=2)
     env.reset()
     with pytest.warns(UserWarning, match=r"worker 1 of 2 was still in close after 2.*Use shutdown_timeout=None"):
         env.close()
@@ -201,46 +122,14 @@ def test_close_warns_after_shutdown_timeout(tmp_path: Path) -> None:
         env.close()
 
 
-class SlowToStep(Well):
-    """Environment whose step takes 0.6 seconds without computing."""
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        time.sleep(0.6)
-        return super().step(action)
-
-
-def test_waiting_for_workers_takes_no_core_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_ext_core.resources.usable_cores", lambda: 2)
-    env = ParallelEnv(2, SlowToStep)
-    data = env.rand_action(env.reset())
-    env.step(data.clone())
-    begin = time.process_time()
-    env.step(data)
-    assert time.process_time() - begin < 0.4, "TorchRL polls for 0.6 seconds"
-    env.close()
-
-
-class ManyKeys(Well):
-    """Environment whose observations have 300 keys."""
-
-    observation_space = spaces.Dict({f"k{index}": spaces.Box(-1, 1, (2,), np.float32) for index in range(300)})
-
-    def _observation(self) -> Any:
-        """Return two numbers under each of the keys."""
-        return {key: np.full(2, self.count / 10, np.float32) for key in self.observation_space}
-
-
-@slow
-def test_observations_with_many_keys_work_with_a_fork_server() -> None:
-    env = ParallelEnv(2, ManyKeys, mp_start_method="forkserver")
-    data = env.rollout(3, break_when_any_done=False)
-    assert all((data["next", f"k{index}"][:, 2] == 0.3).all() for index in range(300))
-    env.close()
-
-
 def make_cartpole() -> GymEnv:
     """Make TorchRL's environment of a CartPole, with our class."""
     return GymEnv("CartPole-v1")
+
+
+def make_well() -> GymWrapper:
+    """Make a wrapped Well."""
+    return GymWrapper(Well())
 
 
 def make_nested_parallel() -> ParallelEnv:
@@ -327,34 +216,12 @@ def test_shallow_copies_are_refused() -> None:
 # -- the user's environments
 
 
-class Logged(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """CartPole that writes each reset and step to a file."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(gymnasium.make("CartPole-v1"))
-        self._path = Path(path)
-
-    def _log(self, line: str) -> None:
-        with self._path.open("a") as file:
-            file.write(line)
-
-    def reset(self, **options: Any) -> Any:
-        self._log("r")
-        return self.env.reset(**options)
-
-    def step(self, action: Any) -> Any:
-        self._log("s")
-        return self.env.step(action)
-
-
-def test_only_the_caller_resets_and_steps_an_environment(tmp_path: Path) -> None:
-    log = tmp_path / "calls"
-    env = ParallelEnv(1, lambda: GymWrapper(Logged(str(log))))
-    env.reset()
-    assert log.read_text() == "r"
+def test_only_the_caller_resets_and_steps_an_environment(event_log: Path) -> None:
+    env = ParallelEnv(1, make_well)
+    assert event_log.read_text().count("reset") == 0
     env.rollout(3, auto_reset=False, tensordict=env.reset())
     env.close()
-    assert log.read_text() == "rrsss"
+    assert [event_log.read_text().count(event) for event in ("reset", "stepped")] == [1, 3]
 
 
 # -- warnings about memory

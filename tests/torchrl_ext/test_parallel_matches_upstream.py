@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -241,6 +240,10 @@ OF_NATIVE: dict[str, Callable[[Any], Any]] = {
     "a reset with options": lambda env: env.reset(list_of_kwargs=[{}] * 3),
     "a transform": lambda env: TransformedEnv(env, RewardSum()).rollout(4),
 }
+OF_NOTES: dict[str, Callable[[Any], Any]] = {
+    "rollout": lambda env: env.rollout(3).get("note").tolist(),
+    "reset of some": lambda env: reset_some_after_a_step(env).get("note").tolist(),
+}
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Callable[[Any], Any]]]] = {
     "gymnasium": (make_counter, COMMON | OF_COUNTER),
     "pixels": (functools.partial(make_counter, from_pixels=True, pixels_only=False), COMMON),
@@ -254,6 +257,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Callable[[Any], Any]]]] = {
     "infos, in TorchRL": (make_with_info, COMMON),
     "transforms, in TorchRL": (make_transformed, COMMON),
     "TorchRL": (make_native, OF_NATIVE),
+    "entries that are not tensors, in TorchRL": (functools.partial(NativeEnv, note="a note"), OF_NOTES),
 }
 
 
@@ -320,24 +324,6 @@ def test_states_of_modules_in_workers_are_restored() -> None:
     env.close()
 
 
-@pytest.mark.slow
-def test_entries_that_are_not_tensors() -> None:
-    make = functools.partial(NativeEnv, note="a note")
-    theirs, ours = Upstream(2, make, mp_start_method="fork"), ParallelEnv(2, make)
-    for operation in (lambda env: env.rollout(3), reset_first):
-        one, other = (seeded_result(operation, env) for env in (theirs, ours))
-        assert one.get("note").tolist() == other.get("note").tolist()
-    theirs.close()
-    ours.close()
-
-
-def reset_first(env: Any) -> Any:
-    """Reset the first of two rows after a step."""
-    td = env.rollout(2)[:, -1]["next"].exclude("reward").clone()
-    td["_reset"] = torch.tensor([[True], [False]])
-    return env.reset(td)
-
-
 # -- seeds
 
 
@@ -383,34 +369,6 @@ def test_seed_argument_equals_upstream_set_seed(form: str, options: dict[str, An
     found = run_to_end(ParallelEnv(3, source(), seed=7, **options))
     assert (upstream_rollout(reference) == found).all()
     assert len({tuple(row) for row in found["observation"][:, 0].tolist()}) == 3
-
-
-class GlobalRandomEnv(gymnasium.Env[Any, Any]):
-    """Environment that draws from the global generators of NumPy, random and torch."""
-
-    observation_space = gymnasium.spaces.Box(0, 1, (3,), np.float64)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return np.array([np.random.rand(), random.random(), torch.rand((), dtype=torch.float64).item()]), {}
-
-    def step(self, action: Any) -> Any:
-        return self.reset()[0], 0.0, False, False, {}
-
-
-def make_self_seeding_env(number: int) -> Any:
-    """Seed the global generators, and make an environment that draws from them."""
-    random.seed(number)
-    np.random.seed(number)
-    torch.manual_seed(number)
-    return UpstreamGymWrapper(GlobalRandomEnv())
-
-
-@pytest.mark.slow
-def test_function_that_seeds_global_generators_keeps_its_seed() -> None:
-    functions = [functools.partial(make_self_seeding_env, number) for number in (5, 6)]
-    expected, found = (run_to_end(kind(2, functions, mp_start_method="fork")) for kind in (Upstream, ParallelEnv))
-    assert (expected == found).all()
 
 
 def reset_with_seed(well: Well) -> Well:

@@ -156,7 +156,7 @@ def test_ids_and_specs_build_environments(source: Any) -> None:
 
 
 @pytest.mark.slow
-def test_different_environments_are_built_with_num_sub_threads() -> None:
+def test_environments_are_built_with_num_sub_threads_and_have_the_same_specs() -> None:
     def make_env() -> NativeEnv:
         """Make an environment; raise an error unless torch uses three threads."""
         if torch.get_num_threads() != 3:
@@ -166,8 +166,22 @@ def test_different_environments_are_built_with_num_sub_threads() -> None:
     env = ParallelEnv(create_env_fn=[make_env, NativeEnv(size=2)], num_sub_threads=3)
     assert env.rollout(3)["observation"].shape == (2, 3, 2)
     env.close()
-    with pytest.raises(InvalidArgumentError, match=r"specs .* differ in .*Use torchrl.envs.ParallelEnv\(2, \[...\]\)"):
-        ParallelEnv(create_env_fn=[make_env, NativeEnv(size=4)], num_sub_threads=3)
+
+
+def make_bounded(high: float) -> NativeEnv:
+    """Make an environment with a bound of its actions."""
+    env = NativeEnv()
+    env.action_spec = Bounded(-1, high, (1,))
+    return env
+
+
+@pytest.mark.parametrize(
+    "other", [functools.partial(NativeEnv, size=4), functools.partial(NativeEnv, note="a"), lambda: make_bounded(2)]
+)
+def test_environments_with_other_specs_are_refused(other: Any) -> None:
+    env = ParallelEnv(2, [NativeEnv, other])
+    with pytest.raises(EnvironmentOutputError, match=r"environment 1 has .* Use torchrl.envs.ParallelEnv\(num"):
+        env.reset()
 
 
 # -- overrides
@@ -198,13 +212,8 @@ def make_well_of_width(width: float) -> Well:
             [{}, {"width": 2.0}, {"depth": 4.0}],
             [3.0, 2.0, 4.0],
         ),
-        (
-            [make_changed_well(), GymWrapper(make_changed_well()), make_well_of_width],
-            [{"depth": 5.0}, {"_env": Well(6.0)}, {"width": 1.0}],
-            [5, 6, 1],
-        ),
     ],
-    ids=["classes", "function_twice", "instances"],
+    ids=["classes", "function_twice"],
 )
 def test_overrides_apply_to_each_environment_in_a_list(sources: Any, overrides: Any, expected: list[float]) -> None:
     env = ParallelEnv(len(sources), sources, overrides=overrides, seed=np.int64(0))
@@ -224,8 +233,10 @@ def test_number_of_workers_may_be_a_numpy_integer() -> None:
 
 
 @pytest.mark.slow
-def test_create_env_kwargs_and_update_kwargs_set_arguments_of_each_worker() -> None:
-    env = ParallelEnv(2, make_well, create_env_kwargs=[{"depth": 1.0}, {"depth": 2.0}])
+def test_create_env_kwargs_are_arguments_of_each_worker() -> None:
+    env = ParallelEnv(2, make_well, create_env_kwargs={"depth": 1.0}, overrides=[{}, {"depth": 2.0}])
+    assert observed_depths(env) == [1.0, 2.0]
+    env.close()
     env.update_kwargs([{"depth": 4.0}, {}])
     assert observed_depths(env) == [4.0, 2.0]
     env.close()
@@ -233,11 +244,22 @@ def test_create_env_kwargs_and_update_kwargs_set_arguments_of_each_worker() -> N
         ParallelEnv(2, make_well, create_env_kwargs=[{}] * 3)
 
 
-def test_overrides_that_change_specs_are_rejected() -> None:
-    env = ParallelEnv(2, NativeEnv, overrides=[{"size": 3}, {"size": 5}])
-    text = r"environment 1 has observation_space=.*\[5\].*environment 0 has .*\[3\]"
-    with pytest.raises(EnvironmentOutputError, match=text):
+@pytest.mark.parametrize("source", [Well, NativeEnv], ids=["gymnasium", "TorchRL"])
+def test_overrides_that_change_specs_are_rejected(source: Any) -> None:
+    name = "observation_space" if source is Well else "size"
+    values = [gymnasium.spaces.Box(-1, 1, (size,)) for size in (3, 5)] if source is Well else [3, 5]
+    env = ParallelEnv(2, source() if source is Well else source, overrides=[{name: value} for value in values])
+    with pytest.raises(EnvironmentOutputError, match=r"environment \d has observation_space=.*expected .*3"):
         env.reset()
+
+
+@pytest.mark.parametrize("name", ["frame_skip", "_categorical_action_encoding", "_env"])
+@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TransformedEnv(env, RewardSum())])
+def test_overrides_of_torchrls_wrapper_are_refused(name: str, wrap: Any) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=rf"no layer of Well has .*{name}|set {name} of GymWrapper: .*\[make_first"
+    ):
+        ParallelEnv(2, wrap(GymWrapper(Well())), overrides=[{}, {name: True}])
 
 
 # -- invalid arguments
@@ -267,10 +289,10 @@ def test_verify_false_skips_the_comparison_of_copies() -> None:
     [
         ((2, 7), {}, InvalidTypeError, "7 builds no environment"),
         ((0, Well), {}, InvalidArgumentError, "num_workers=0"),
-        ((True, Well), {}, InvalidArgumentError, "num_workers=True"),
+        ((True, Well), {}, InvalidTypeError, "num_workers=True"),
         ((3, [Well, Well]), {}, InvalidArgumentError, r"has length 2 for num_workers=3.*ParallelEnv\(2"),
         ((Well,), {}, InvalidTypeError, r"no environment; num_workers is of type type\. Use ParallelEnv\(4, env\)"),
-        ((np.float64(2), Well), {}, InvalidArgumentError, "num_workers=np.float64"),
+        ((np.float64(2), Well), {}, InvalidTypeError, "num_workers=np.float64"),
         (
             (2, [Well, Well]),
             {"overrides": [{}]},

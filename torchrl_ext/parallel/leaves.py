@@ -26,15 +26,22 @@ _DTYPES = {getattr(torch, name): np.dtype(name) for name in _NAMES.split()}
 
 
 class _LeafSpace(gymnasium.Space[Any]):
-    """Space of a leaf: an array of fixed shape and dtype."""
+    """Space of arrays of fixed shape and dtype.
+
+    :param spec: description, by which spaces are compared
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, spec: Any) -> None:
+        super().__init__(shape, dtype)
+        self.spec = spec
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _LeafSpace) and (self.shape, self.dtype) == (other.shape, other.dtype)
+        return isinstance(other, _LeafSpace) and bool(self.spec == other.spec)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"{self.dtype}{list(self.shape or ())}"
+        return " ".join(repr(self.spec).split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,30 +54,37 @@ class Leaf:
 
     @cached_property
     def name(self) -> str:
-        """Name in the observation space, with the shape and dtype, which differ in different environments."""
-        key = self.key if isinstance(self.key, str) else ".".join(self.key)
-        return f"{key} {list(self.shape)} {self.dtype}"
+        """Name in the observation space."""
+        return self.key if isinstance(self.key, str) else ".".join(self.key)
 
 
 class Leaves:
     """Inputs and outputs of an environment of TorchRL.
 
-    A step sends one record: a flag per input, whether it is present, and then the inputs.
+    A step sends one record: a flag per input, whether it is present, and then the inputs. A policy may also write
+    observations of the next step, which transforms in the worker keep.
 
     :param specs: specs of the environment, in a Composite with ``input_spec`` and ``output_spec``
     :param name: name of the environment, for errors
     :ivar inputs: leaves of actions and states, which steps read
     :ivar outputs: leaves of observations, rewards and flags, which steps and resets write
-    :ivar non_tensor_inputs: keys of inputs that are not tensors
     :ivar non_tensor_outputs: keys of outputs that are not tensors
     """
 
     def __init__(self, specs: Composite, name: str) -> None:
+        self._specs = specs = specs.to("cpu")
         read, written = specs["input_spec"], specs["output_spec"]
-        parts = [read["full_action_spec"], read["full_state_spec"]]
-        self.inputs, self.non_tensor_inputs = _split(parts, name)
-        parts = [written["full_observation_spec"], written["full_reward_spec"], written["full_done_spec"]]
+        observed = written["full_observation_spec"]
+        inputs, others = _split([read["full_action_spec"], read["full_state_spec"]], name)
+        if others:
+            raise InvalidArgumentError(
+                f"the input {others[0]!r} of {name} is not a tensor: expected tensors. Use "
+                "torchrl.envs.ParallelEnv(num_workers, create_env_fn, use_buffers=False)"
+            )
+        parts = [observed, written["full_reward_spec"], written["full_done_spec"]]
         self.outputs, self.non_tensor_outputs = _split(parts, name)
+        following = [dataclasses.replace(leaf, key=_next_key(leaf.key)) for leaf in _split([observed], name)[0]]
+        self.inputs, self._n_inputs = [*inputs, *following], len(inputs)
         fields: list[Any] = [(leaf.name, leaf.dtype, leaf.shape) for leaf in self.inputs]
         self._record = np.dtype([("present", bool, (len(fields) + 1,)), *fields], align=True)
 
@@ -81,21 +95,21 @@ class Leaves:
 
     @property
     def keys(self) -> set[Key]:
-        """Keys of all inputs and outputs."""
-        keys = {leaf.key for leaf in (*self.inputs, *self.outputs)}
-        return keys | {*self.non_tensor_inputs, *self.non_tensor_outputs}
-
-    @property
-    def names(self) -> set[str]:
-        """Inputs and outputs, as texts that differ if specs differ in keys, shapes or dtypes."""
-        tensors = {f"input {leaf.name}" for leaf in self.inputs} | {f"output {leaf.name}" for leaf in self.outputs}
-        return tensors | {f"input {key}" for key in self.non_tensor_inputs} | set(map(str, self.non_tensor_outputs))
+        """Keys of all inputs and outputs, without those of the next step."""
+        return {leaf.key for leaf in (*self.inputs[: self._n_inputs], *self.outputs)} | {*self.non_tensor_outputs}
 
     @property
     def spaces(self) -> tuple[gymnasium.Space[Any], gymnasium.Space[Any]]:
         """Spaces of an environment whose observations are the outputs, and whose action is the inputs' bytes."""
-        observed = gymnasium.spaces.Dict({leaf.name: _LeafSpace(leaf.shape, leaf.dtype) for leaf in self.outputs})
-        return observed, _LeafSpace((self._record.itemsize,), np.uint8)
+        places: dict[str, gymnasium.Space[Any]] = {
+            leaf.name: _LeafSpace(leaf.shape, leaf.dtype, f"{leaf.dtype}{leaf.shape}") for leaf in self.outputs
+        }
+        return gymnasium.spaces.Dict(places), _LeafSpace((self._record.itemsize,), np.uint8, self._specs)
+
+    @cached_property
+    def are_flat(self) -> bool:
+        """Whether all keys are strings, and all entries tensors."""
+        return not self.non_tensor_outputs and all(isinstance(key, str) for key in self.keys)
 
     def allocate(self, count: int) -> None:
         """Make the memory for the inputs of several environments."""
@@ -105,7 +119,9 @@ class Leaves:
 
     def write_inputs(self, tensordict: TensorDictBase) -> np.ndarray[Any, Any]:
         """Return the bytes of the inputs of several environments, in memory that the next call overwrites."""
-        for number, (leaf, place) in enumerate(zip(self.inputs, self._places, strict=True)):
+        count = self._n_inputs if tensordict.get("next", None) is None else len(self.inputs)
+        self._present[:, count:] = False
+        for number, (leaf, place) in enumerate(zip(self.inputs[:count], self._places, strict=False)):
             value = tensordict.get(leaf.key, None)
             self._present[:, number] = value is not None
             if value is not None:
@@ -118,6 +134,11 @@ class Leaves:
         for leaf, is_present in zip(self.inputs, record["present"][0], strict=False):
             if is_present:
                 yield leaf.key, torch.from_numpy(record[leaf.name])[0]
+
+
+def _next_key(key: Key) -> Key:
+    """Return the key of an observation of the next step."""
+    return ("next", key) if isinstance(key, str) else ("next", *key)
 
 
 def _split(parts: Sequence[Composite | None], name: str) -> tuple[list[Leaf], list[Key]]:

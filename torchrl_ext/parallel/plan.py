@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torchrl._utils import seed_generator
 from torchrl.envs import EnvBase
-from torchrl.envs.common import EnvMetaData
+from torchrl.envs import GymWrapper as UpstreamGymWrapper
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.convert import convert, examine_factory
 from rl_ext_core.vector.environments import (
+    Caller,
     FrameSkip,
     PoolOptions,
     adapt_unless_plain,
@@ -27,24 +27,26 @@ from rl_ext_core.vector.environments import (
     limit_threads,
     read_unless_plain,
 )
-from torchrl_ext.factories import PRELOAD, adapt, read_metadata
+from torchrl_ext.factories import PRELOAD, adapt
 from torchrl_ext.parallel.gym_source import GymSource, describe, find_gym_source, to_worker_env
 from torchrl_ext.parallel.leaves import Leaves
-from torchrl_ext.parallel.worker_env import TensorDictEnv, seed_if_possible
+from torchrl_ext.parallel.worker_env import TensorDictEnv, seed_if_possible, split_transforms
 
 __all__ = ["WorkerPlan"]
 
 _log = logging.getLogger("torchrl_ext")
+_PARALLEL_ENV = Caller(
+    label="worker",
+    workers_argument="ParallelEnv({}, ...)",
+    close_argument="shutdown_timeout",
+    different_spaces="Use torchrl.envs.ParallelEnv(num_workers, [...]) for different ones",
+    failed_calls_end=True,
+)
 
 
 def to_tensordict_env(environment: Any) -> TensorDictEnv:
     """Return an environment of TorchRL as the gymnasium environment that a worker steps."""
     return TensorDictEnv(adapt(environment))
-
-
-def read_adapted(environment: Any) -> EnvMetaData:
-    """Return the metadata of an environment, after wrapping it for TorchRL."""
-    return read_metadata(adapt(environment))
 
 
 _read_source = functools.partial(read_unless_plain, read=pickle.dumps(describe))
@@ -59,9 +61,8 @@ class WorkerPlan:
     :param num_threads: number of torch threads in a worker
     :param options: ``start_timeout``, ``step_timeout``, ``close_timeout`` and ``recorder`` of the pool
     :ivar factories: factory of each worker
-    :ivar kwargs: per worker, arguments or attributes of its environment
     :ivar seeds: seed of each worker; None: unseeded
-    :ivar source: what the workers step: a :class:`GymSource`, or the metadata of each worker's environment
+    :ivar source: what the workers step: a :class:`GymSource`, or the metadata of an environment of TorchRL
     """
 
     def __init__(
@@ -80,71 +81,60 @@ class WorkerPlan:
     ) -> None:
         check_recorder(options.get("recorder", False))
         self.start_method, self.num_threads, self._options = start_method, num_threads, options
-        self.kwargs = _per_worker(kwargs, num_workers)
         self._private_bytes: list[int | None] = []
+        if kwargs is not None:
+            pairs = zip(_per_worker(kwargs, num_workers), overrides or [{}] * num_workers, strict=True)
+            overrides = [{**entry, **own} for entry, own in pairs]
         sources = list(source) if isinstance(source, (list, tuple)) else [source] * num_workers
-        items = list({id(item): item for item in sources}.values())
-        given: Any = overrides or ()  # other values are refused later
-        overridden = {name for entry in given if isinstance(entry, Mapping) for name in entry}
-        looks = [_look_at(item, overridden) for item in items]
-        unwrap = looks[0][1] is not None and all(found == looks[0][1] for _, found in looks)
-        factories, described = dict[int, EnvFactory[Any]](), dict[int, Any]()
-        for item, (read, found) in zip(items, looks, strict=True):
-            factory = self._convert(item, found, unwrap, verify, read)
-            if found is None and factory.examination is not None:
-                found = factory.examination.read
-            self._private_bytes.append(None if factory.examination is None else factory.examination.private_bytes)
-            numbers = [number for number, other in enumerate(sources) if other is item]
-            own, index = _overrides_of(item, sources, overrides), numbers[0]
+        factories = dict[int, EnvFactory[Any]]()
+        self.source: Any = None
+        for item in {id(item): item for item in sources}.values():
+            found, own = _find_source_of_instance(item), _overrides_of(item, sources, overrides)
+            # Workers get the gymnasium environment inside, so that unpickling it does not import TorchRL.
+            unwrap = found is not None and self.source in (None, found)
+            factory = self._convert(item, found, unwrap, verify)
             bound = factory.for_workers(num_workers, overrides=own, seed=seed, devices=devices)
-            factories |= {number: bound[number] for number in numbers}
-            if found is None or bound[index].overrides or self.kwargs[index] or bound[index].decision is not None:
-                fresh = self._examine(bound[index], index, read)
-                fresh = GymSource(fresh) if isinstance(fresh, tuple) else fresh
-                is_same = isinstance(found, GymSource) and isinstance(fresh, GymSource)
-                found = dataclasses.replace(found, spaces=fresh.spaces) if is_same else fresh
-            described |= dict.fromkeys(numbers, found)
+            _refuse_wrapper_options(bound)
+            examination = factory.examination
+            self._private_bytes.append(None if examination is None else examination.private_bytes)
+            if self.source is None:  # the workers compare the others with the first one
+                if found is None and examination is not None and not bound[0].overrides:
+                    found = examination.read
+                found = self._examine(bound[0]) if found is None else found
+                self.source = GymSource(found) if isinstance(found, tuple) else found
+            factories |= {number: bound[number] for number, other in enumerate(sources) if other is item}
         self.seeds = _worker_seeds(seed, num_workers)  # for_workers() has checked the seed
-        first = described[0]
-        if isinstance(first, GymSource) and all(entry == first for entry in described.values()):
-            self.source: Any = first
-            unwrapped = pickle.dumps(functools.partial(to_worker_env, source=first))
-            last = functools.partial(adapt_unless_plain, adapt=unwrapped)
-            self.factories = [factories[index].then(last) for index in range(num_workers)]
-            return
-        if unwrap:
-            raise InvalidArgumentError(
-                "overrides give environments different spaces: expected the same in all workers. Use "
-                f"torchrl.envs.ParallelEnv({num_workers}, [...])"
-            )
-        for index, entry in described.items():
-            if isinstance(entry, GymSource):
-                described[index] = self._examine(factories[index], index, read_adapted)
-        self.source = [described[index] for index in range(num_workers)]
-        leaves, *others = (Leaves.from_metadata(one) for one in {id(one): one for one in self.source}.values())
-        if different := {name for other in others for name in leaves.names ^ other.names}:
-            raise InvalidArgumentError(
-                f"the specs of the environments differ in {', '.join(sorted(different))}: expected the same keys, "
-                f"shapes and dtypes in all workers. Use torchrl.envs.ParallelEnv({num_workers}, [...])"
-            )
-        self.factories = [factories[index].then(to_tensordict_env, preload=PRELOAD) for index in range(num_workers)]
+        last: Any = to_tensordict_env
+        preload: Sequence[str] = PRELOAD
+        if self.is_gymnasium:
+            unwrapped = pickle.dumps(functools.partial(to_worker_env, source=self.source))
+            last, preload = functools.partial(adapt_unless_plain, adapt=unwrapped), ()
+        self.factories = [factories[index].then(last, preload=preload) for index in range(num_workers)]
 
-    def _convert(self, item: Any, found: Any, unwrap: bool, verify: bool, read: Any) -> EnvFactory[Any]:
+    def update_kwargs(self, kwargs: Any) -> None:
+        """Update the arguments of the environments, for all workers or per worker."""
+        count, each = len(self.factories), _per_worker(kwargs, len(self.factories))
+        rows = enumerate(zip(self.factories, each, strict=True))
+        self.factories = [factory.for_workers(count, overrides=[own] * count)[index] for index, (factory, own) in rows]
+        _refuse_wrapper_options(self.factories)
+
+    def _convert(self, item: Any, found: Any, unwrap: bool, verify: bool) -> EnvFactory[Any]:
         """Return the factory of an environment, or of the gymnasium environment in it."""
         options: dict[str, Any] = {"verify": verify, "start_method": self.start_method}
         options["timeout"] = self._options.get("start_timeout")
         if unwrap and isinstance(item, EnvBase):
             skip, factory = item.wrapper_frame_skip, convert(item._env, **options)
             return factory if skip == 1 else factory.then(functools.partial(FrameSkip, frames=skip))
-        return convert(item, preload=() if isinstance(found, GymSource) else PRELOAD, read=read, **options)
+        return convert(item, preload=() if isinstance(found, GymSource) else PRELOAD, read=_read_source, **options)
 
-    def _examine(self, factory: EnvFactory[Any], index: int, read: Callable[[Any], Any]) -> Any:
-        """Build the environment of a worker in a temporary process, and return what a function reads of it."""
+    def _examine(self, factory: EnvFactory[Any]) -> Any:
+        """Build the environment of a worker in a temporary process, and return its description."""
         found = examine_factory(
             factory,
-            read=read,
-            overrides=self.kwargs[index],
+            read=_read_source,
             start_method=self.start_method,
+            # Else a second fork server would import TorchRL again, if the workers need it.
+            preload=PRELOAD if any(name.startswith("torchrl") for name in factory.preload) else (),
             # Set as in the workers, because environments may read the number of threads when they are built.
             begin=functools.partial(limit_threads, None, self.num_threads),
             timeout=self._options.get("start_timeout"),
@@ -160,7 +150,7 @@ class WorkerPlan:
     @property
     def spaces(self) -> tuple[Any, Any]:
         """Observation space and action space of the environments in the pool."""
-        found: Any = self.source if self.is_gymnasium else Leaves.from_metadata(self.source[0])
+        found: Any = self.source if self.is_gymnasium else Leaves.from_metadata(self.source)
         spaces: tuple[Any, Any] = found.spaces
         return spaces
 
@@ -170,14 +160,6 @@ class WorkerPlan:
         return self._options.get("recorder", False) is not False
 
     # -- start
-
-    def bind_factories(self) -> list[EnvFactory[Any]]:
-        """Return the factories with the present keyword arguments of each worker."""
-        number = len(self.factories)
-        return [
-            factory.for_workers(number, overrides=[kwargs] * number)[index] if kwargs else factory
-            for index, (factory, kwargs) in enumerate(zip(self.factories, self.kwargs, strict=True))
-        ]
 
     def options(self, step_timeout: float) -> PoolOptions:
         """Return the options of the pool.
@@ -190,22 +172,12 @@ class WorkerPlan:
         return PoolOptions(
             start_method=self.start_method,
             close_timeout=None if limit is None or math.isinf(limit) else limit,
-            label="worker",
-            workers_argument="ParallelEnv({}, ...)",
-            close_argument="shutdown_timeout",
+            spaces=self.spaces,
             worker_seeds=self.seeds,
+            caller=_PARALLEL_ENV,
             initializer=None if self.is_gymnasium else functools.partial(torch.set_num_threads, self.num_threads),
             **options,
         )
-
-    def check_spaces(self, found: tuple[Any, Any]) -> None:
-        """Raise an error if the environments in the workers have other spaces than the parent process expects."""
-        if found != self.spaces:
-            raise InvalidArgumentError(
-                f"the environments in the workers have the spaces {found}, and the first one that was built had "
-                f"{self.spaces}: expected the same. If overrides change spaces or specs, pass one function per worker: "
-                "ParallelEnv(2, [make_small, make_large])"
-            )
 
     def set_up_environments(self, pool: Any) -> None:
         """Limit the threads of new environments, and seed them."""
@@ -227,13 +199,21 @@ class WorkerPlan:
             _log.warning("%s", sentence)
 
 
-def _look_at(item: Any, overridden: set[str]) -> tuple[Callable[[Any], Any], Any]:
-    """Return the function that describes a source, and the description of an instance that needs no process for it."""
+def _find_source_of_instance(item: Any) -> GymSource | None:
+    """Return the source of an instance, or of the one in a factory; None for others, and if TorchRL has to step it."""
     item = item.instance if isinstance(item, EnvFactory) else item
-    if isinstance(item, EnvBase) and overridden & {*vars(item)}:  # overrides of a wrapper: TorchRL has to step it
-        return read_adapted, None
     is_instance = not isinstance(item, type) and all(callable(getattr(item, name, None)) for name in ("reset", "step"))
-    return _read_source, find_gym_source(item) if is_instance else None
+    return find_gym_source(item) if is_instance else None
+
+
+def _per_worker(kwargs: Any, number: int) -> list[Mapping[str, Any]]:
+    """Return the arguments of each worker's environment."""
+    entries = [kwargs] * number if isinstance(kwargs, Mapping) else list(kwargs)
+    if len(entries) != number:
+        raise InvalidArgumentError(
+            f"create_env_kwargs has length {len(entries)} for num_workers={number}; expected one entry per worker"
+        )
+    return entries
 
 
 def _overrides_of(item: Any, sources: list[Any], overrides: Any) -> Any:
@@ -244,14 +224,18 @@ def _overrides_of(item: Any, sources: list[Any], overrides: Any) -> Any:
     return [entry if source is item else {} for source, entry in zip(sources, entries, strict=True)]
 
 
-def _per_worker(kwargs: Any, number: int) -> list[dict[str, Any]]:
-    """Return the keyword arguments of each worker's environment."""
-    entries = [kwargs or {}] * number if kwargs is None or isinstance(kwargs, Mapping) else list(kwargs)
-    if len(entries) != number:
-        raise InvalidArgumentError(
-            f"create_env_kwargs has length {len(entries)} for num_workers={number}; expected one entry per worker"
-        )
-    return [dict(entry) for entry in entries]
+def _refuse_wrapper_options(factories: Sequence[EnvFactory[Any]]) -> None:
+    """Refuse overrides of options of TorchRL's wrapper in an instance, which has made its specs from them."""
+    wrapper = split_transforms(factories[0].instance)[1]
+    if not isinstance(wrapper, UpstreamGymWrapper):
+        return
+    for factory in factories:
+        if refused := sorted(vars(wrapper).keys() & factory.overrides):
+            raise InvalidArgumentError(
+                f"overrides={dict(factory.overrides)!r} set {refused[0]} of {type(wrapper).__name__}: expected "
+                "attributes of the environment in it. Use a function for each worker: "
+                "ParallelEnv(2, [make_first, make_second])"
+            )
 
 
 def _worker_seeds(seed: int | None, count: int) -> list[int] | None:

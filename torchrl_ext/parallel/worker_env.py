@@ -74,17 +74,14 @@ class TensorDictEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._found = dict(self._zeros)  # without the last reward
         return self._read(self._root)
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: np.ndarray[Any, Any]) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step the environment.
 
-        :param action: bytes of the inputs; or a pair of them and a TensorDict of other inputs
+        :param action: bytes of the inputs
         """
-        data, others = action if isinstance(action, tuple) else (action, None)
         root = self._root  # of this object, which replaces it below
-        for key, value in self._leaves.read_inputs(data):
+        for key, value in self._leaves.read_inputs(action):
             root.set(key, value)
-        if others is not None:
-            root.update(others)
         out = self.environment.step(root)
         observation, info = self._read(out.get("next"))
         self._root = self.environment._step_mdp(out)

@@ -52,11 +52,8 @@ class WorkerPool(SharedMemoryVectorEnv):
         plan = self._plan
         plan.warn_about_memory()
         self.failure_summary = None
-        pool = Pool(
-            plan.bind_factories(), plan.options(torchrl._utils.BATCHED_PIPE_TIMEOUT), autoreset=Autoreset.DISABLED
-        )
+        pool = Pool(plan.factories, plan.options(torchrl._utils.BATCHED_PIPE_TIMEOUT), autoreset=Autoreset.DISABLED)
         try:
-            plan.check_spaces(pool.spaces)
             self._pool, self.timings, self._pending = pool, pool.timings, ""
             plan.set_up_environments(pool)
             self.closed = False

@@ -32,9 +32,14 @@ from rl_ext_core.factory.recipe import Recipe
 from rl_ext_core.factory.walk import Fingerprint, fingerprint
 from rl_ext_core.processes.process_groups import kill_descendants
 
-__all__ = ["compare_and_measure", "measure", "run_in_subprocess"]
+__all__ = ["WORKER_MODULES", "compare_and_measure", "measure", "run_in_subprocess"]
 
 _LABEL = "trial copy"
+# Modules that a fork server imports for all trials and workers, so that no other list replaces the server.
+WORKER_MODULES = (
+    *("numpy", "gymnasium.wrappers", "rl_ext_core.factory.compare"),
+    *("rl_ext_core.isolation.trial", "rl_ext_core.vector.worker"),
+)
 _SEED = 20_231
 # A copy takes so many steps, for so many seconds at most. The timeout aborts a step that waits indefinitely,
 # e.g. for something that only the user's program does.
@@ -74,7 +79,8 @@ def run_in_subprocess(
     with tempfile.TemporaryDirectory(prefix="rl-ext-", ignore_cleanup_errors=True) as folder:
         temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder) if protects_files else {}
         environs = [{**(environ or {}), **temporary}]
-        context = processes.get_context(start_method, preload=preload, environs=environs, label=_LABEL)
+        modules = (*WORKER_MODULES, *preload)
+        context = processes.get_context(start_method, preload=modules, environs=environs, label=_LABEL)
         ours, theirs = context.Pipe()
         writable = folder if protects_files else None
         process = context.Process(target=_serve_task, args=(theirs, _pickle.dumps(task), writable))

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_ext_core import _pickle
@@ -102,8 +102,8 @@ def examine_factory(
     factory: EnvFactory[Any],
     *,
     read: Callable[[Any], Any],
-    overrides: Mapping[str, Any],
     start_method: str | None,
+    preload: Sequence[str] = (),
     begin: Callable[[], object] | None = None,
     timeout: float | None = None,
 ) -> Examination:
@@ -111,16 +111,20 @@ def examine_factory(
 
     :param factory: Builds the environment.
     :param read: Called with the environment. Its result is stored in ``examination.read``.
-    :param overrides: Arguments or attributes, in addition to those of the factory.
     :param start_method: Start method of the process.
+    :param preload: Names of modules that ``read`` may need.
     :param begin: Initializer of workers, called in the process first.
     :param timeout: Seconds that building and stepping may take. None waits indefinitely.
     :raises WorkerError: If building or reading fails, or the process dies.
     """
     environ = None if factory.decision is None else factory.decision.variables
-    task = functools.partial(compare.measure, functools.partial(factory, **overrides), read, begin=begin)
+    task = functools.partial(compare.measure, factory, read, begin=begin)
     return compare.run_in_subprocess(
-        task, preload=factory.preload, start_method=start_method, environ=environ, timeout=timeout
+        task,
+        preload=record.merge_modules(factory.preload, preload),
+        start_method=start_method,
+        environ=environ,
+        timeout=timeout,
     )
 
 
@@ -179,7 +183,7 @@ def _factory_from_instance(
         examination = compare.run_in_subprocess(
             functools.partial(compare.compare_and_measure, recipe, original, adapt, read),
             functools.partial(changes.pack_values, original),
-            preload=record.merge_modules(preload, adapter_modules, [compare.__name__]),
+            preload=record.merge_modules(preload, adapter_modules),
             start_method=start_method,
             timeout=timeout,
             protects_files=True,

@@ -21,6 +21,7 @@ import numpy as np
 
 from rl_ext_core import _file_guard
 from rl_ext_core.factory import EnvFactory
+from rl_ext_core.factory.compare import WORKER_MODULES
 from rl_ext_core.isolation import trial
 from rl_ext_core.isolation.trial import RETURNED, STILL_RETURNED, Operation
 from rl_ext_core.isolation.verdict import MIN_STEPS, Isolation, Verdict, conclude
@@ -338,7 +339,7 @@ class Judge:
         decision = self._factories[0].decision
         variables = {} if decision is None else dict(decision.variables)
         variables |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
-        preload = dict.fromkeys([trial.__name__, *(name for factory in self._factories for name in factory.preload)])
+        preload = dict.fromkeys([*WORKER_MODULES, *(name for factory in self._factories for name in factory.preload)])
         context = get_context(preload=tuple(preload), environs=[variables] * count, label="trial")
         for number in range(count):
             cwd = folder / (f"cwd{number}" if own_cwd else "cwd")

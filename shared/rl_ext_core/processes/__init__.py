@@ -6,18 +6,16 @@ reason and ends the others. The parent gets one :class:`~rl_ext_core.errors.Work
 ``EOFError``.
 """
 
-from rl_ext_core.processes.context import get_context, named_context
+from rl_ext_core.processes.context import get_context
 from rl_ext_core.processes.failures import Failure
 from rl_ext_core.processes.watch import Watch
-from rl_ext_core.processes.worker import abort_worker, import_main, on_abnormal_exit, set_status
+from rl_ext_core.processes.worker import import_main, on_abnormal_exit, set_status
 
 __all__ = [
     "Failure",
     "Watch",
-    "abort_worker",
     "get_context",
     "import_main",
-    "named_context",
     "on_abnormal_exit",
     "set_status",
 ]

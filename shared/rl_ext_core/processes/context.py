@@ -14,15 +14,12 @@ import gc
 import io
 import itertools
 import logging
-import math
 import multiprocessing
 import os
-import select
 import sys
 import threading
 import types
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection, reduction, spawn, util
@@ -46,7 +43,7 @@ if sys.platform == "win32":
 else:
     from multiprocessing import forkserver, popen_fork, popen_forkserver, popen_spawn_posix
 
-__all__ = ["Worker", "WorkerContext", "get_context", "kill_workers", "named_context"]
+__all__ = ["Worker", "WorkerContext", "get_context", "kill_workers"]
 
 _log = logging.getLogger("rl_ext_core.processes")
 
@@ -74,7 +71,6 @@ _SENT_ATTRIBUTES = (
     "worker",
 )
 
-_context_numbers = itertools.count()
 # Writing ends of all lifelines. A forked child closes them: an open one would hide the end of the parent from workers.
 _lifelines: set[int] = set()
 
@@ -113,7 +109,7 @@ class Worker(BaseProcess):
         return vars(self)["_popen"]
 
     def start(self) -> None:
-        """Start the process. If the start is interrupted, or ``on_start`` raises, kill it.
+        """Start the process. If the start is interrupted, kill it.
 
         Daemonic processes, such as the workers of ``multiprocessing.Pool``, may start workers too.
         """
@@ -121,8 +117,6 @@ class Worker(BaseProcess):
         assert context is not None
         try:
             self._launch(context)
-            if context.on_start is not None:
-                context.on_start(self)
         except BaseException:
             if self.popen is not None:
                 self.kill()
@@ -414,7 +408,6 @@ class WorkerContext(mp_context.BaseContext):
     preload: Sequence[str]
     environs: Sequence[Mapping[str, str | None]] | None
     label: str
-    on_start: Callable[[BaseProcess], None] | None
     _count: Iterator[int] = field(default_factory=itertools.count)
 
     def Process(self, *arguments: Any, **options: Any) -> Worker:  # noqa: N802 multiprocessing's name
@@ -424,10 +417,6 @@ class WorkerContext(mp_context.BaseContext):
         process.worker, process._context, process._start_method = number, self, self._name  # type: ignore[attr-defined]
         return process
 
-    def Event(self) -> Any:  # noqa: N802 multiprocessing's name
-        """Create an event. On Linux, it stays usable if a process is killed in ``set``."""
-        return KernelEvent() if hasattr(os, "eventfd") else super().Event()
-
 
 def get_context(
     method: str | None = None,
@@ -435,7 +424,6 @@ def get_context(
     preload: Sequence[str] = (),
     environs: Sequence[Mapping[str, str | None]] | None = None,
     label: str = "worker",
-    on_start: Callable[[BaseProcess], None] | None = None,
 ) -> WorkerContext:
     """Create a multiprocessing context whose processes are workers.
 
@@ -453,8 +441,7 @@ def get_context(
     :param environs: environment variables to set, one mapping per process in the order of creation; a value of None
         unsets the variable
     :param label: name of the workers, for process names and messages
-    :param on_start: function called in the parent with each started process; if it raises, the process is killed
-    :return: the context, with ``Process``, ``Pipe``, ``Event`` and so on. Its processes have their number as ``worker``
+    :return: the context, with ``Process``, ``Pipe`` and so on. Its processes have their number as ``worker``
     :raises InvalidArgumentError: If this system does not support the method.
 
     >>> from rl_ext_core.processes import get_context
@@ -471,58 +458,4 @@ def get_context(
             f"method={method!r} does not start processes here; expected one of {', '.join(available)}. "
             f'Use method="{_DEFAULT}"'
         )
-    return WorkerContext(method, tuple(preload), environs, label, on_start)
-
-
-@contextmanager
-def named_context(context: mp_context.BaseContext) -> Iterator[str]:
-    """Register a context under a name, for libraries that accept only names of start methods.
-
-    :param context: context from :func:`get_context`
-    :return: context manager that returns a unique name. ``multiprocessing.get_context(name)`` returns the context while
-        the ``with`` block runs
-    """
-    name = f"{context.get_start_method()}-workers-{os.getpid()}-{next(_context_numbers)}"
-    contexts = mp_context._concrete_contexts  # type: ignore[attr-defined]
-    contexts[name] = context
-    try:
-        yield name
-    finally:
-        del contexts[name]
-
-
-class KernelEvent:
-    """Replacement for ``multiprocessing.Event`` that consists of one counter in the kernel.
-
-    ``multiprocessing.Event`` has a lock. If a process is killed in ``set`` or ``clear``, the lock stays locked,
-    and the next process that sets the event waits forever.
-    """
-
-    def __init__(self, descriptor: int | None = None) -> None:
-        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
-        self._descriptor = os.eventfd(0, flags) if descriptor is None else descriptor
-        # Unlike __del__, it is not called after the interpreter has cleared the globals of modules.
-        weakref.finalize(self, os.close, self._descriptor).atexit = False
-
-    def is_set(self) -> bool:
-        return self.wait(0)
-
-    def set(self) -> None:
-        os.eventfd_write(self._descriptor, 1)
-
-    def clear(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._descriptor)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        return bool(poll.poll(None if timeout in (None, math.inf) else max(timeout, 0) * 1e3))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_event, (reduction.DupFd(self._descriptor),)
-
-
-def _rebuild_event(descriptor: Any) -> KernelEvent:
-    """Create the event again in another process, from its pickled file descriptor."""
-    return KernelEvent(descriptor.detach())
+    return WorkerContext(method, tuple(preload), environs, label)

@@ -66,13 +66,12 @@ class Failure:
     traceback: str = ""
     exception: BaseException | None = None
     exitcode: int | None = None
-    seed: int | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def to_error(self) -> WorkerError:
         """Return the exception to raise. Raise it ``from`` :attr:`exception`."""
         text = self.summary + ("\n" + indent(self.traceback.rstrip("\n"), "    ") if self.traceback else "")
-        names = ("worker", "kind", "phase", "seed", "exitcode", "traceback", "notes")
+        names = ("worker", "kind", "phase", "exitcode", "traceback", "notes")
         return WorkerError(text, **{name: getattr(self, name) for name in names})
 
 
@@ -83,7 +82,6 @@ class FailedWorker:
     :ivar worker: number of the worker in its group
     :ivar count: number of workers in the group
     :ivar label: name of the workers in messages
-    :ivar seed: seed of the worker's environment, if known
     :ivar phase: operation that the parent waits for, if any
     :ivar report: report of the worker
     """
@@ -91,7 +89,6 @@ class FailedWorker:
     worker: int
     count: int
     label: str
-    seed: int | None
     phase: str | None
     report: WorkerReport
 
@@ -145,13 +142,12 @@ class FailedWorker:
     def _make_failure(self, kind: str, what: str, rest: str, traceback: str, **more: Any) -> Failure:
         """Create the failure, whose summary contains worker, seed, status and phase."""
         notes = self.report.notes
-        seed, phase = notes.get("seed", self.seed), notes.get("phase") or self.phase
-        known = {"seed": seed, **{name: value for name, value in notes.items() if name not in ("seed", "phase")}}
-        details = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
+        phase = notes.get("phase") or self.phase
+        details = ", ".join(f"{name} {value}" for name, value in notes.items() if name != "phase" and value is not None)
         subject = f"{self.label} {self.worker} of {self.count}" + (f" ({details})" if details else "")
         when = f" in {phase}" if phase and kind != "start" else ""
         summary = f"{subject} {what}{when}{rest}"
-        return Failure(self.worker, kind, phase, summary, what, rest, traceback, seed=seed, notes=notes, **more)
+        return Failure(self.worker, kind, phase, summary, what, rest, traceback, notes=notes, **more)
 
 
 def require_same_process(owner: int) -> None:

@@ -200,16 +200,11 @@ class ReportWriter:
     def write_notes(self, notes: dict[str, Any]) -> None:
         """Replace the status notes.
 
-        :param notes: values for JSON. Others are replaced by their ``repr``, and long texts are shortened
+        :param notes: values for JSON; others are replaced by their ``repr``. If they do not fit, there are none
         """
-        try:
-            data = _encode(notes).encode()
-        except (TypeError, ValueError):  # keys of other types, or a list that contains itself
-            data = b""
-        if not 0 < len(data) <= _NOTES_LIMIT:
-            kept = {name: _shorten(str(value), 100) for name, value in notes.items()}
-            while len(data := _encode(kept).encode()) > _NOTES_LIMIT:
-                kept.popitem()
+        data = _encode(notes).encode()
+        if len(data) > _NOTES_LIMIT:
+            data = b"{}"
         # The first byte is zero while the rest is replaced, so that a killed worker leaves no half-written notes.
         self._page[_NOTES] = 0
         self._page[_NOTES + 1 : _NOTES + len(data) + 1] = data[1:] + b"\0"

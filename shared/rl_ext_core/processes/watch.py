@@ -1,6 +1,6 @@
 """A thread in the parent process that waits for the ends of workers and reports failures.
 
-TorchRL's ``ParallelEnv`` waits for its workers in its own code, which cannot check for failures. So a thread does it.
+The parent waits for answers in code that cannot check for failures, such as a read of a pipe. So a thread does it.
 """
 
 from __future__ import annotations
@@ -55,14 +55,13 @@ class Watch:
     A Watch that is open when the interpreter exits kills its workers.
 
     :param processes: started processes of a context from :func:`get_context`
-    :param seeds: seeds of the workers' environments, for error messages; default: none
     :param on_failure: function called in the watching thread after the workers were killed. It can wake threads that
         wait for something other than a pipe
     :param label: name of a worker in error messages
     :param idle_in: parts of a stack frame, such as file or function, in which a worker waits for a command. Workers in
         such a frame do not hang
     :raises InvalidTypeError: If a process is not a worker of this package.
-    :raises InvalidArgumentError: If a process has not started, or the number of seeds differs.
+    :raises InvalidArgumentError: If a process has not started.
 
     :ivar failure: first failure; None if there is none
     :ivar is_closing: whether the workers are expected to end
@@ -82,19 +81,13 @@ class Watch:
         self,
         processes: Sequence[BaseProcess],
         *,
-        seeds: Sequence[int] | None = None,
         on_failure: Callable[[], None] | None = None,
         label: str = "worker",
         idle_in: Sequence[str] = ("/multiprocessing/connection.py",),
     ) -> None:
         self.failure: Failure | None = None
         self._workers = [_require_started_worker(process) for process in processes]
-        if seeds is not None and len(seeds) != len(processes):
-            raise InvalidArgumentError(
-                f"number of seeds: {len(seeds)}, expected {len(processes)}, one for each process. Use seeds=None for "
-                "none"
-            )
-        self._seeds, self._on_failure, self._label, self._idle_in = seeds, on_failure, label, tuple(idle_in)
+        self._on_failure, self._label, self._idle_in = on_failure, label, tuple(idle_in)
         self._current_operation: _Operation | None = None
         self.is_closing = self._killing = self._stopping = False
         self.owner = os.getpid()
@@ -125,18 +118,13 @@ class Watch:
         """Expect the workers to end with exit code 0 from now on, which is not a failure."""
         self.is_closing = True
 
-    @property
-    def is_owner(self) -> bool:
-        """Whether this process created the Watch, and is not a fork of the one that did."""
-        return os.getpid() == self.owner
-
     def kill(self) -> None:
         """End the workers that still run. Their ends are not failures.
 
         They have three seconds for the callbacks of :func:`~rl_ext_core.processes.on_abnormal_exit`. Then they and the
         processes that they have started are killed. Ctrl-C ends only the wait.
         """
-        if not self.is_owner or threading.current_thread() is self._thread:
+        if os.getpid() != self.owner or threading.current_thread() is self._thread:
             return
         self.is_closing = self._killing = self._stopping = True
         self._thread.join()
@@ -144,7 +132,7 @@ class Watch:
 
     def stop(self) -> None:
         """End the thread. Workers that still run continue without it."""
-        if not self.is_owner:
+        if os.getpid() != self.owner:
             return
         self._stopping = True
         # on_failure, which runs in the thread, may call this method.
@@ -254,9 +242,8 @@ class Watch:
     def _failed_worker(self, number: int) -> FailedWorker:
         """Return a worker with the data that describe its failure."""
         operation = self._current_operation
-        seed = None if self._seeds is None else int(self._seeds[number])
         phase, report = operation.name if operation else None, self._workers[number].report
-        return FailedWorker(number, len(self._workers), self._label, seed, phase, report)
+        return FailedWorker(number, len(self._workers), self._label, phase, report)
 
     def _raise_if_failed(self, error: Exception) -> None:
         """Raise the workers' failure if it may have caused this exception."""

@@ -26,7 +26,6 @@ __all__ = [
     "CLOSE_S",
     "END_SIGNAL",
     "WorkerStart",
-    "abort_worker",
     "finish_worker",
     "import_main",
     "on_abnormal_exit",
@@ -51,23 +50,6 @@ _exit_callbacks: list[Callable[[], object]] = []
 
 class _EndRequestedError(SystemExit):
     """Exit of the worker at its parent's request."""
-
-
-class _AbortWorker(BaseException):
-    """Exception that ends the worker with its cause, and that ``except Exception`` ignores."""
-
-
-def abort_worker(error: Exception) -> NoReturn:
-    """End this worker as if its function had raised an exception.
-
-    Outside of workers, raise the exception.
-
-    :param error: the exception
-    :raises Exception: ``error``, if this process is not a worker.
-    """
-    if _writer is None:
-        raise error
-    raise _AbortWorker from error
 
 
 def on_abnormal_exit(close: Callable[[], object]) -> None:
@@ -185,8 +167,6 @@ def _end_with_error(error: BaseException) -> NoReturn:
     It ends silently if the parent knows the reason. Otherwise the exception is raised, and multiprocessing prints it.
     """
     global _is_ending
-    if isinstance(error, _AbortWorker) and error.__cause__ is not None:
-        error = error.__cause__
     is_requested = isinstance(error, _EndRequestedError)
     # A process that the worker forked may return from the same function. It has no report.
     if _writer is None or not (is_requested or _writer.write_exception(error)):

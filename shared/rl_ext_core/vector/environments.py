@@ -29,6 +29,7 @@ from rl_ext_core.vector.spaces import device_of, find_attribute
 
 __all__ = [
     "CALLS",
+    "Caller",
     "EpisodeMonitor",
     "FrameSkip",
     "PoolOptions",
@@ -111,6 +112,24 @@ def check_env_fns(env_fns: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Caller:
+    """Names by which an adapter's users know a pool, for messages.
+
+    :ivar label: what errors are about, each with a single environment
+    :ivar workers_argument: what users write for a number of workers
+    :ivar close_argument: what users write for ``close_timeout``
+    :ivar different_spaces: advice if the environments have different spaces
+    :ivar failed_calls_end: whether an exception in a call ends the workers, as in a step
+    """
+
+    label: str = "environment"
+    workers_argument: str = "n_workers={}"
+    close_argument: str = "close_timeout"
+    different_spaces: str = "Build them alike"
+    failed_calls_end: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class PoolOptions:
     """Options of a worker pool. They are checked before a process is started.
 
@@ -123,8 +142,8 @@ class PoolOptions:
     :ivar max_restarts: number of replacements after which a failure is raised
     :ivar recorder: folder for records of crashes; True, the default, for the working directory; False records no
         episodes
-    :ivar label: what errors are about, ``"environment"`` (default) or ``"worker"``, each with a single environment
-    :ivar workers_argument, close_argument: what users write for a number of workers and for ``close_timeout``
+    :ivar caller: names in messages
+    :ivar spaces: expected observation space and action space; default: those of the first environment
     :ivar worker_seeds: seed of each worker, for errors; default: the seed of its last reset
     :ivar initializer: function that each worker calls first; default: none
     :ivar cwd: ``"own"`` for an empty working directory per worker, or a folder that each worker gets a copy of;
@@ -140,9 +159,8 @@ class PoolOptions:
     max_restarts: int = 0
     cwd: str | os.PathLike[str] | None = None
     recorder: bool | str | os.PathLike[str] = True
-    label: str = "environment"
-    workers_argument: str = "n_workers={}"
-    close_argument: str = "close_timeout"
+    caller: Caller = Caller()
+    spaces: tuple[Any, Any] | None = None
     worker_seeds: Sequence[int] | None = None
     initializer: Callable[[], object] | None = None
 

@@ -24,6 +24,7 @@ from rl_ext_core.errors import (
     StorageError,
     WorkerError,
 )
+from rl_ext_core.factory.compare import WORKER_MODULES
 from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.recording.capsule import RecordedFailure, record_crash
@@ -35,6 +36,7 @@ from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, SharedMemory, WorkerHandle
 from rl_ext_core.vector.environments import PoolOptions, check_env_fns, make_factories
+from rl_ext_core.vector.restarts import Restarts
 from rl_ext_core.vector.worker import IDLE_FRAMES, PHASES, REPEAT_EPISODE, StepEntry, map_head, run_worker
 
 __all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings"]
@@ -42,9 +44,9 @@ __all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings"]
 # Time limit of close() for a step whose result was not read, as after Ctrl-C. The step may never end.
 UNFINISHED_SECONDS = 5.0
 
-# Modules that workers import for every environment.
-_PRELOAD = ("numpy", "gymnasium.wrappers", "rl_ext_core.factory", "rl_ext_core.vector.worker")
 _PHASE_TEXTS = {"start": "at its start", "idle": "between two calls", "constructor": "in its constructor"}
+# Phases in which an environment executes a method that the caller names.
+_NAMED_CALLS = ("call", "apply", "env_method")
 
 # For each environment, (seed, options) to reset it, or None to leave it as it is.
 ResetRequests = Sequence[tuple[int | None, dict[str, Any] | None] | None]
@@ -79,8 +81,9 @@ class Timings:
 class Pool:
     """Pool of worker processes that step environments and share memory with this process.
 
-    If a worker fails, all workers end. Commands are sent to all workers, and their answers are read later. If the
-    answers were not read, for example because of Ctrl-C, the next command waits for them and drops them.
+    If a worker fails, all workers end, or :class:`~rl_ext_core.vector.restarts.Restarts` replaces it. Commands are sent
+    to all workers, and their answers are read later. If the answers were not read, for example because of Ctrl-C, the
+    next command waits for them and drops them.
 
     :param env_fns: functions or factories that build the environments
     :param options: options of the pool
@@ -95,6 +98,9 @@ class Pool:
     :ivar seeds: seeds of the last reset of each environment
     :ivar spaces: observation space and action space
     :ivar layout: layout of the shared arrays
+    :ivar options, autoreset: as given
+    :ivar log: log of the episodes; None: they are not recorded
+    :ivar has_unread_answers: whether workers may still send answers
     :ivar arrays: shared arrays by name: the last observations, rewards and flags, and the next actions
     :ivar step_start: time when the last step began, from ``time.perf_counter()``
     :ivar working_directory: folder that contains the workers' working directories; None if workers use that of this
@@ -104,7 +110,7 @@ class Pool:
     working_directory: str | None = None
     # Pools without shared memory record no episodes.
     _heads: SharedMemory | None = None
-    _log: VectorLog | None = None
+    log: VectorLog | None = None
 
     def __init__(
         self,
@@ -117,7 +123,8 @@ class Pool:
         begin = time.perf_counter()
         check_env_fns(env_fns)
         self._factories = make_factories(env_fns, options.start_timeout)
-        self._options, self._autoreset = options, autoreset
+        self.options, self.autoreset = options, autoreset
+        self._restarts = None if options.restart is None else Restarts(len(env_fns))
         count = min(options.n_workers or len(env_fns), len(env_fns))
         # Workers get consecutive environments, as evenly as possible.
         firsts = [round(worker * len(env_fns) / count) for worker in range(count + 1)]
@@ -129,11 +136,12 @@ class Pool:
         self._failure: WorkerError | None = None
         self._owner = os.getpid()
         self._ended = self._conversion_reported = False
-        self._has_unread_answers = False  # True if workers may still send answers
+        self.has_unread_answers = False  # True if workers may still send answers
         try:
             self._start_workers()
             self.wait(starting=True, raise_failures=True)
-            self.spaces = _require_common_spaces([spaces for worker in self.workers for spaces in worker.answer])
+            found = [spaces for worker in self.workers for spaces in worker.answer]
+            self.spaces = _require_same_spaces(options.spaces or found[0], found, options.caller.different_spaces)
             self.layout = MemoryLayout.from_spaces(len(self.worker_by_env), *self.spaces)
             block = self._map_memory()
             arrays = self.arrays = self.layout.arrays(block)
@@ -144,8 +152,8 @@ class Pool:
             self._zeros = bytes(len(self.worker_by_env))
             if self._heads is not None:
                 heads = [map_head(self._heads, number) for number in range(len(self.worker_by_env))]
-                delay = {Autoreset.SAME_STEP: 0, Autoreset.NEXT_STEP: 1}.get(self._autoreset)
-                self._log = VectorLog(heads, block, self.layout, reset_delay=delay, ended=ENDED)
+                delay = {Autoreset.SAME_STEP: 0, Autoreset.NEXT_STEP: 1}.get(self.autoreset)
+                self.log = VectorLog(heads, block, self.layout, reset_delay=delay, ended=ENDED)
             self.wait(starting=True, raise_failures=True)
         except BaseException:
             self.end()
@@ -175,28 +183,28 @@ class Pool:
 
     def _start_workers(self) -> None:
         """Start the workers. They build their environments."""
-        resources.check_open_file_limit(len(self.workers), self._options.workers_argument)
+        resources.check_open_file_limit(len(self.workers), self.options.caller.workers_argument)
         self._spins = channel.should_spin(len(self.workers))
         self._memory, self._heads = SharedMemory(), None
-        if self._options.recorder is not False:
+        if self.options.recorder is not False:
             with contextlib.suppress(StorageError):  # a limit of file sizes: nothing is recorded
                 self._heads = SharedMemory(len(self.worker_by_env) * HEAD_BYTES)
         # Files that environments write there are not deleted.
-        self.working_directory = None if self._options.cwd is None else tempfile.mkdtemp(prefix="rl-ext-cwd-")
+        self.working_directory = None if self.options.cwd is None else tempfile.mkdtemp(prefix="rl-ext-cwd-")
         self._memories = [memory for memory in (self._memory, self._heads) if memory is not None]
         # A bound method would keep this object alive. The workers end when it is deleted.
         self._end = weakref.finalize(self, _end_pool, self._owner, self.workers, self._memories, self.working_directory)
         self._end.atexit = False
-        self._launch(self.workers)
+        self.launch(self.workers)
 
     @defer_signals
-    def _launch(self, workers: Sequence[WorkerHandle]) -> None:
+    def launch(self, workers: Sequence[WorkerHandle]) -> None:
         """Start the processes of workers. If one cannot be started, end all of them."""
-        preload = dict.fromkeys([*_PRELOAD, *(name for factory in self._factories for name in factory.preload)])
+        preload = dict.fromkeys([*WORKER_MODULES, *(name for factory in self._factories for name in factory.preload)])
         decisions = [self._factories[worker.first].decision for worker in workers]
         environs = [{} if decision is None else decision.variables for decision in decisions]
-        context = processes.get_context(self._options.start_method, preload=tuple(preload), environs=environs)
-        cwd = self._options.cwd
+        context = processes.get_context(self.options.start_method, preload=tuple(preload), environs=environs)
+        cwd = self.options.cwd
         try:
             for worker in workers:
                 factories = [
@@ -206,7 +214,7 @@ class Pool:
                 if self.working_directory is not None:
                     own = os.path.join(self.working_directory, str(worker.number))
                     directory = own, None if cwd in (None, "own") else os.path.abspath(cwd)
-                of_pool = self._autoreset, self._heads, self._options.initializer
+                of_pool = self.autoreset, self._heads, self.options.initializer
                 arguments = self._memory, worker.first, factories, directory, *of_pool
                 worker.launch(context, run_worker, arguments, spins=self._spins)
         except BaseException:
@@ -222,8 +230,8 @@ class Pool:
                 worker.watch = watch
 
     def _failure_groups(self, workers: Sequence[WorkerHandle]) -> list[Sequence[WorkerHandle]]:
-        """Return the workers in groups that fail together."""
-        return [workers]
+        """Return the workers in groups that fail together. With restarts, each worker fails alone."""
+        return [workers] if self._restarts is None else [[worker] for worker in reversed(workers)]
 
     def _map_memory(self) -> Any:
         """Return the memory for the shared arrays, and make the workers map it."""
@@ -236,7 +244,7 @@ class Pool:
 
     def send(self, worker: Any, name: str, data: Any) -> None:
         """Send a command to a worker. If the worker has ended, reading its answer raises."""
-        self._has_unread_answers = True
+        self.has_unread_answers = True
         worker.send(name, data)
 
     def begin_step(
@@ -255,8 +263,8 @@ class Pool:
         rows = self._split_actions(actions, each)
         if rows is None:
             self._actions[...] = actions  # type: ignore[index]
-        if self._log is not None:
-            self._log.begin_step(... if rows is None else [copy_output(row) for row in rows])
+        if self.log is not None:
+            self.log.begin_step(... if rows is None else [copy_output(row) for row in rows])
         workers = self.workers
         if environments is not None:
             workers = [self.workers[number] for number in environments]
@@ -299,10 +307,12 @@ class Pool:
         for number, request in enumerate(requests, worker.first):
             if request is not None:
                 self.seeds[number] = request[0]
-                if self._log is not None:
+                if self._restarts is not None:
+                    self._restarts.record_reset(number, request[1])
+                if self.log is not None:
                     seed, options = request
                     arguments = {} if options is None else {"options": copy_output(options)}
-                    self._log.begin_reset(number, {"seed": seed, **arguments})
+                    self.log.begin_reset(number, {"seed": seed, **arguments})
         self.send(worker, "reset", list(requests))
 
     def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
@@ -324,15 +334,17 @@ class Pool:
         """
         self.drain_answers()
         calls_by_worker: dict[int, list[tuple[int, Any]]] = {}
-        is_recorded = self._log is not None and name in RECORDED_CALLS
+        is_recorded = self.log is not None and name in RECORDED_CALLS
         # The caller may change the data later. Environments often share them.
         copies = {id(argument): copy_output(argument) for argument in arguments} if is_recorded else {}
         for number, argument in zip(environments, arguments, strict=True):
             worker = self.worker_by_env[number]
-            if self._log is not None and is_recorded:
-                self._log.begin_call(number, name, copies[id(argument)])
+            if self.log is not None and is_recorded:
+                self.log.begin_call(number, name, copies[id(argument)])
             calls_by_worker.setdefault(worker.number, []).append((number - worker.first, argument))
         self._call = environments, name, arguments
+        if self._restarts is not None:
+            self._restarts.record_call(*self._call)
         for number, calls in calls_by_worker.items():
             self.send(self.workers[number], name, calls)
 
@@ -347,10 +359,10 @@ class Pool:
         :raises WorkerError: If a worker has failed.
         """
         require_same_process(self._owner)
-        self._receive(self._options.start_timeout if starting else self._options.step_timeout)
-        self._has_unread_answers = False
-        if self._log is not None:
-            self._log.end()
+        self._receive(self.options.start_timeout if starting else self.options.step_timeout)
+        self.has_unread_answers = False
+        if self.log is not None:
+            self.log.end()
         if raise_failures:
             for worker in self.workers:
                 if isinstance(worker.answer, WorkerError):
@@ -359,7 +371,7 @@ class Pool:
     @property
     def records_episodes(self) -> bool:
         """Whether the episodes are recorded."""
-        return self._log is not None
+        return self.log is not None
 
     @property
     def last_observations(self) -> list[Any]:
@@ -385,7 +397,7 @@ class Pool:
     def episode_logs(self) -> list[EpisodeLog | None]:
         """Return the log of each environment's episode; None for episodes that are not recorded."""
         self.drain_answers()
-        log = self._log
+        log = self.log
         return [None if log is None else log.episode_log(number) for number in range(len(self.worker_by_env))]
 
     def repeat_episode(self, environment: int, log: EpisodeLog) -> Repetition:
@@ -395,8 +407,8 @@ class Pool:
         :param log: a log whose last call has returned
         """
         found: list[Repetition] = self.call([environment], REPEAT_EPISODE, log)
-        if self._log is not None:
-            self._log.continue_episode(environment, log)
+        if self.log is not None:
+            self.log.continue_episode(environment, log)
         return found[0]
 
     def _receive(self, timeout: float | None, workers: Sequence[WorkerHandle] | None = None) -> None:
@@ -420,15 +432,25 @@ class Pool:
                 self._handle_failure(group)
 
     def _handle_failure(self, group: Sequence[WorkerHandle]) -> None:
-        """Handle the failure of a group of workers: end all workers, and raise it."""
+        """End all workers, and raise the failure of a group. With restarts, store it as their answer."""
         error = self._group_error(group)
-        self.end(error)
-        raise error from error.__cause__
+        if self._restarts is None:
+            self.end(error)
+            raise error from error.__cause__
+        for worker in group:
+            worker.answer = error
+            worker.discard_answer()
+            self.drop_episodes(worker)
+
+    def drop_episodes(self, worker: WorkerHandle) -> None:
+        """Drop the episode logs of a worker that has ended."""
+        if self.log is not None:
+            self.log.drop_episodes(range(worker.first, worker.last))
 
     def drain_answers(self) -> None:
         """Wait for answers that were not read after an interrupt, and drop them."""
         self.raise_failure()
-        if self._has_unread_answers:
+        if self.has_unread_answers:
             for worker in self.workers:
                 worker.wake_worker()
             self.wait()
@@ -457,7 +479,10 @@ class Pool:
         return [(n, entry) for first, answer in answers for n, entry in enumerate(answer, first) if entry is not None]
 
     def _get_answer(self, worker: Any, to_reset: bool) -> Any:
-        """Return a worker's last answer. Pools that replace workers override this."""
+        """Return a worker's last answer. If the worker has failed, replace it first."""
+        if isinstance(worker.answer, WorkerError):
+            assert self._restarts is not None
+            return self._restarts.replace(self, worker, to_reset)
         return worker.answer
 
     def observations(self, *, copy: bool = True) -> Any:
@@ -465,6 +490,8 @@ class Pool:
 
         :param copy: whether to copy them; otherwise they are the shared arrays, which the next step overwrites
         """
+        if self._restarts is not None:
+            self._restarts.last_observations = [array.copy() for array in self._observations]
         return self.layout.build_observation(
             [array.copy() for array in self._observations] if copy else self._observations
         )
@@ -480,20 +507,17 @@ class Pool:
         for number in self._call[0]:
             worker = self.worker_by_env[number]
             results.append(channel.unpack(next(answers.setdefault(worker.number, iter(worker.answer)))))
-        self._record_settings(results)
+        if self._restarts is not None:
+            self._restarts.record_results(*self._call, results)
         for number, result in zip(self._call[0], results, strict=True):
-            if not isinstance(result, ExceptionRecord):
-                continue
-            if self._options.label == "environment":
-                raise result.to_exception()
-            worker = self.worker_by_env[number]
-            error = self._exception_error(worker, number - worker.first, self._call[1], result)
-            self.end(error)
-            raise error from error.__cause__
+            if isinstance(result, ExceptionRecord):
+                if not self.options.caller.failed_calls_end:
+                    raise result.to_exception()
+                worker = self.worker_by_env[number]
+                error = self._exception_error(worker, number - worker.first, self._call[1], result)
+                self.end(error)
+                raise error from error.__cause__
         return results
-
-    def _record_settings(self, results: Sequence[Any]) -> None:
-        """Do nothing. Pools that replace workers record attributes that the last call has set."""
 
     def warn_about_conversions(self, upstream: str) -> None:
         """Warn once if observations did not fit the dtype of their space.
@@ -564,15 +588,12 @@ class Pool:
         :param more: further arguments of WorkerError
         """
         environment += worker.first
-        seeds = self._options.worker_seeds or self.seeds
+        seeds = self.options.worker_seeds or self.seeds
         count, seed = len(self.seeds), seeds[environment]
-        label = self._options.label
-        subject = f"{label} {environment} of {count}" + ("" if seed is None else f" (seed {seed})")
-        if label == "environment":
-            lines = [f"{subject}, {_PHASE_TEXTS.get(phase, f'in {phase}')}: {what}{rest}"]
-        else:
-            phase = _worker_phase(phase, self._call)
-            lines = [f"{subject} {what}{f' in {phase}' if phase and more['kind'] != 'start' else ''}{rest}"]
+        subject = f"{self.options.caller.label} {environment} of {count}" + ("" if seed is None else f" (seed {seed})")
+        method = self._call[2][0][0] if phase in _NAMED_CALLS and self._call[2] else phase
+        where = _PHASE_TEXTS.get(phase, f"in {getattr(method, '__name__', method)}")
+        lines = [f"{subject}, {where}: {what}{rest}"]
         lines += [f"    {line}" for line in more.get("traceback", "").strip("\n").splitlines()]
         if self.working_directory is not None:
             lines.append(f"Its working directory is {os.path.join(self.working_directory, str(worker.number))}")
@@ -582,22 +603,22 @@ class Pool:
                 'collide over files, give each worker its own working directory: cwd="own"'
             )
         notes = {**more.pop("notes", {}), "environment": environment}
-        return WorkerError("\n".join(lines), worker=worker.number, phase=phase or None, seed=seed, notes=notes, **more)
+        return WorkerError("\n".join(lines), worker=worker.number, phase=phase, seed=seed, notes=notes, **more)
 
     def _record_crash(self, error: WorkerError) -> None:
         """Write a capsule of a failure, and add its path to the error text, if the episode is recorded."""
         environment = error.notes["environment"]
-        log = None if self._log is None else self._log.episode_log(environment)
-        phase = PHASES[self.worker_by_env[environment].cells[Cell.PHASE]] if self._log is not None else ""
+        log = None if self.log is None else self.log.episode_log(environment)
+        phase = PHASES[self.worker_by_env[environment].cells[Cell.PHASE]] if self.log is not None else ""
         if log is None or phase not in ("reset", "step", *RECORDED_CALLS):
             return
         text = record_crash(
-            self._options.recorder,
+            self.options.recorder,
             factory=self._factories[environment],
             log=log,
             failure=dataclasses.replace(RecordedFailure.from_error(error), phase=phase),
             environment=environment,
-            step_timeout=self._options.step_timeout,
+            step_timeout=self.options.step_timeout,
             spaces=self.spaces,
         )
         error.args = (f"{error}\n{text}",)
@@ -624,10 +645,10 @@ class Pool:
         failures: list[WorkerError] = []
         if os.getpid() != self._owner:
             return
-        limit = self._options.close_timeout if timeout is None else timeout
+        limit = self.options.close_timeout if timeout is None else timeout
         try:
             if not self._ended:
-                patience = UNFINISHED_SECONDS if self._has_unread_answers and limit is None else limit
+                patience = UNFINISHED_SECONDS if self.has_unread_answers and limit is None else limit
                 failures = self._close_environments(patience, limit)
         finally:
             self.end()
@@ -667,14 +688,16 @@ class Pool:
             worker.receive()
             return worker.answer and self._exception_error(worker, worker.answer[0], "close", worker.answer[1])
         error = self._group_error([other for other in self.workers if other.watch is worker.watch])
-        return error if error.phase in ("close", None) else None  # None: a worker that was killed before it closed
+        return (
+            error if error.phase in ("close", "start", "idle") else None
+        )  # as of a worker that was killed before it closed
 
     def _warn_of_slow_close(self, environment: int, where: str, begin: float) -> None:
         """Warn that closing an environment exceeded its time limit."""
-        subject = f"{self._options.label} {environment} of {len(self.seeds)}"
+        subject = f"{self.options.caller.label} {environment} of {len(self.seeds)}"
         warnings.warn(
             f"{subject} was still {where} after {time.monotonic() - begin:.3g} s of closing, and its worker was ended: "
-            f"files that it writes may be incomplete. Use {self._options.close_argument}=None to "
+            f"files that it writes may be incomplete. Use {self.options.caller.close_argument}=None to "
             "wait without a limit, or a larger number",
             stacklevel=5,
         )
@@ -697,29 +720,16 @@ class Pool:
             self._end.detach()
 
 
-def _worker_phase(phase: str, call: tuple[Sequence[int], str, Sequence[Any]]) -> str:
-    """Return the phase of a worker, as errors of ParallelEnv name it; empty for none.
-
-    :param phase: one of ``PHASES``
-    :param call: last call: environments, name and arguments
-    """
-    if phase == "call":
-        return str(call[2][0][0])
-    if phase == "apply":
-        return str(call[2][0][0].__name__)
-    return {"constructor": "building the environment", "start": "", "idle": ""}.get(phase, phase)
-
-
-def _require_common_spaces(found: Sequence[Any]) -> Any:
-    """Return the spaces of the first environment; raise if another one has different spaces."""
+def _require_same_spaces(expected: Any, found: Sequence[Any], advice: str) -> Any:
+    """Return the expected spaces; raise if an environment has others."""
     for number, pair in enumerate(found):
-        for name, one, other in zip(("observation_space", "action_space"), found[0], pair, strict=True):
+        for name, one, other in zip(("observation_space", "action_space"), expected, pair, strict=True):
             if one != other:
                 raise EnvironmentOutputError(
-                    f"environment {number} has {name}={other}, and environment 0 has {one}; environments that are "
-                    "stepped together have the same spaces. Build them alike"
+                    f"environment {number} has {name}={other}, expected {one}: environments that are stepped together "
+                    f"have the same spaces. {advice}"
                 )
-    return found[0]
+    return expected
 
 
 def _wait_while(

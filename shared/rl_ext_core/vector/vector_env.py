@@ -19,7 +19,6 @@ from rl_ext_core.recording.memory_layout import OTHER_REWARD, TERMINATED, TRUNCA
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.environments import PoolOptions, qualified_name, store_reward
 from rl_ext_core.vector.pool import Pool
-from rl_ext_core.vector.restarting_pool import make_pool
 
 __all__ = ["SharedMemoryVectorEnv"]
 
@@ -120,7 +119,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         mode = AutoresetMode(Autoreset.parse(autoreset_mode, suggestion="NextStep").value)
         self.copy, self.autoreset_mode = copy, mode
         try:
-            pool = self._pool = make_pool(env_fns, options, autoreset=Autoreset(mode.value))
+            pool = self._pool = Pool(env_fns, options, autoreset=Autoreset(mode.value))
         except EnvironmentOutputError as error:
             raise _combined_error_class(EnvironmentOutputError, RuntimeError())(*error.args) from None
         self.closed, self._pending, self.num_envs = False, "", pool.num_envs

@@ -7,18 +7,15 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
-import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.processes import get_context, named_context
+from rl_ext_core.processes import get_context
 from tests.core.processes import worker_functions
 from tests.core.processes.worker_groups import LIMIT_S, UNPICKLING_METHODS, group, retry_with_more_descriptors
 
@@ -110,30 +107,6 @@ def test_workers_and_their_children_inherit_no_signal_handlers_or_descriptors(me
     assert not handled
 
 
-@pytest.mark.sample(ci=2)
-def test_named_context_is_registered_only_within_the_with_block(method: str) -> None:
-    context = get_context(method)
-    known = set(multiprocessing.context._concrete_contexts)  # type: ignore[attr-defined]
-    with named_context(context) as name, named_context(context) as other:
-        assert name not in known
-        assert name != other
-        assert multiprocessing.get_context(name) is context
-    with pytest.raises(ValueError, match="cannot find context"):
-        multiprocessing.get_context(name)
-    assert set(multiprocessing.context._concrete_contexts) == known  # type: ignore[attr-defined]
-
-
-def test_process_is_killed_if_on_start_raises(method: str) -> None:
-    def refuse(process: BaseProcess) -> None:
-        """Raise KeyboardInterrupt in the callback."""
-        raise KeyboardInterrupt
-
-    process = get_context(method, on_start=refuse).Process(target=worker_functions.hang)
-    with pytest.raises(KeyboardInterrupt):
-        process.start()
-    assert process.exitcode == -signal.SIGKILL
-
-
 def test_unpicklable_target_fails_in_the_parent_without_leaks() -> None:
     resource_tracker.ensure_running()
     gc.collect()  # objects of earlier tests
@@ -179,46 +152,3 @@ def test_daemonic_process_can_start_workers(method: str) -> None:
     daemon.start()
     daemon.join(LIMIT_S)
     assert daemon.exitcode == 0
-
-
-def _set_and_clear(event: Any) -> None:
-    """Set and clear an event until the process is killed."""
-    while True:
-        event.set()
-        event.clear()
-
-
-def test_event_behaves_like_multiprocessing_event() -> None:
-    for event in (get_context("fork").Event(), multiprocessing.Event()):
-        assert [event.is_set(), event.wait(0), event.wait(0.01), event.wait(-1)] == [False] * 4
-        event.set()
-        event.set()
-        assert event.is_set()
-        assert event.wait()
-        assert event.wait(-1)
-        event.clear()
-        event.clear()
-        threading.Timer(0.05, event.set).start()
-        assert event.wait(LIMIT_S)
-
-
-@pytest.mark.sample(ci=3)
-@pytest.mark.parametrize("turn", range(5))
-def test_event_stays_usable_after_kills_in_set_and_clear(turn: int) -> None:
-    """Multiprocessing's own event hangs in most turns."""
-    context = get_context("fork")
-    event = context.Event()
-    workers = [context.Process(target=_set_and_clear, args=(event,)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    time.sleep(0.05 + 0.01 * turn)
-    for worker in workers:
-        worker.kill()
-        worker.join()
-    setter = threading.Thread(target=event.set, daemon=True)
-    setter.start()
-    setter.join(LIMIT_S)
-    assert not setter.is_alive()
-    assert event.wait(0)
-    event.clear()
-    assert not event.is_set()

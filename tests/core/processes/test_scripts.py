@@ -144,9 +144,6 @@ def find_session(pid: int) -> list[psutil.Process]:
     ("method", "body", "top", "guard", "once"),
     [
         ("forkserver", START, "", "", [MISSING_GUARD, GUARD_EXAMPLE, "bootstrapping phase"]),
-        pytest.param(
-            "spawn", START, "", "", [MISSING_GUARD, GUARD_EXAMPLE, "bootstrapping phase"], marks=pytest.mark.slow
-        ),
         # A worker that imports the script later starts no workers.
         ("spawn", ASK.format(command="import_main"), "", "", ["WorkerError: worker 0 of 3 raised RuntimeError"]),
         (
@@ -155,14 +152,6 @@ def find_session(pid: int) -> list[psutil.Process]:
             "if __name__ != '__main__': 1 / 0",
             GUARD,
             [MAIN_IMPORT_FAILED.format("raised Zero"), "1 / 0"],
-        ),
-        pytest.param(
-            "spawn",
-            START,
-            "if __name__ != '__main__': sys.exit(4)",
-            GUARD,
-            [MAIN_IMPORT_FAILED.format("exited by System"), r"sys\.exit\(4\)"],
-            marks=pytest.mark.slow,
         ),
         # An error that ends the parent is printed once.
         ("forkserver", OPEN + FAIL, "", GUARD, [r'raise ValueError\("bad level"\)']),

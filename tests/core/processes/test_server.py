@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -198,17 +198,3 @@ def test_forked_process_starts_its_own_server() -> None:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert server_of_worker() == of_parent
-
-
-def test_ctrl_c_is_blocked_while_a_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, held = util.spawnv_passfds, []
-
-    def record_mask(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
-        """Start a process, and record whether SIGINT is blocked."""
-        if "forkserver" in str(arguments):
-            held.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-        return int(start(path, arguments, descriptors))
-
-    monkeypatch.setattr(util, "spawnv_passfds", record_mask)
-    server_of_worker()
-    assert held == [True]

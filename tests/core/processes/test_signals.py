@@ -64,14 +64,6 @@ def test_normal_exit_is_not_a_failure_although_sigchld_is_ignored(handle: Callab
         assert workers.watch.failure is None
 
 
-def test_join_after_another_waitpid_has_exit_code_255() -> None:
-    process = get_context("fork").Process(target=time.sleep, args=(0,))
-    process.start()
-    os.waitpid(process.pid or 0, 0)
-    process.join(LIMIT_S)
-    assert process.exitcode == 255
-
-
 # -- signals to the process group
 
 

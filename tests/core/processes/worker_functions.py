@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import functools
 import gc
@@ -18,7 +17,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_ext_core.processes import abort_worker, get_context, import_main, on_abnormal_exit, set_status
+from rl_ext_core.processes import get_context, import_main, on_abnormal_exit, set_status
 
 
 class NeedsArgumentsError(Exception):  # it can be pickled, but not unpickled
@@ -126,12 +125,6 @@ def raise_bad_level() -> None:
 
 def raise_from_cause() -> None:
     raise ValueError("outer") from KeyError("inner")
-
-
-def abort_past_handlers() -> None:
-    """Call ``abort_worker`` where ``Exception`` is suppressed."""
-    with contextlib.suppress(Exception):
-        abort_worker(ValueError("past all handlers"))
 
 
 def raise_while_a_thread_runs() -> None:

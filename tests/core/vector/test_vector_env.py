@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import gc
 import multiprocessing
-import pickle
 import resource
 from pathlib import Path
 from typing import Any
@@ -21,13 +18,11 @@ from rl_ext_core.errors import (
     EnvironmentOutputError,
     InvalidArgumentError,
     InvalidTypeError,
-    NotCopyableError,
     StorageError,
     WorkerError,
 )
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
-from tests.forks import result_in_fork
 from tests.sb3_ext.vec_checks import assert_equal, raise_interrupt_in
 from tests.sb3_ext.vec_test_envs import Counting, Failing, FailingOnce, Gated, RandomEnv, ReusedArrayEnv
 
@@ -162,31 +157,6 @@ def test_restart_in_reset_repeats_the_reset(tmp_path: Any) -> None:
     observation, *_ = envs.step(np.zeros(2, int))
     assert observation[:, 0].tolist() == [1, 1]
     envs.close()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_copies_are_refused() -> None:
-    envs = SharedMemoryVectorEnv([Counting] * 2)
-    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(NotCopyableError, match=r"SharedMemoryVectorEnv cannot be copied or pickled.*\(env_fns\)"):
-            duplicate(envs)
-    gc.collect()
-    envs.reset()
-    envs.close()
-
-
-@pytest.mark.parametrize("closes", [True, False])
-def test_forked_process_cannot_use_or_end_the_workers(closes: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    envs = SharedMemoryVectorEnv([Counting, Counting], **FAST)
-    envs.reset()
-    envs.step_async(np.zeros(2, int))
-    waited = result_in_fork(lambda: envs.step_wait(timeout=1))
-    assert waited.startswith("InvalidArgumentError: these environments belong to process ")
-    assert result_in_fork(lambda: envs.close() if closes else envs.__del__()) == "None"
-    assert envs.step_wait()[0][:, 0].tolist() == [1, 1]
-    envs.close()
-    assert capfd.readouterr().err == ""
 
 
 def test_environments_stay_usable_after_rejected_calls() -> None:
