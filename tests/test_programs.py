@@ -30,7 +30,7 @@ raise ArithmeticError("at the end")
 """
 
 
-@pytest.mark.sample
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("is_script", [True, False])
 def test_forked_program_shows_the_same_as_a_new_interpreter(is_script: bool, tmp_path: Path) -> None:
     file = tmp_path / "script.py" if is_script else None

@@ -109,4 +109,4 @@ POOLS = script_with_pools(
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
 def test_definitions_of_main_script_work_in_workers_in_every_launch_mode(launch_mode: str, tmp_path: Path) -> None:
-    assert "as expected" in run_program(launch_mode, DEFINITIONS + CHECKS + POOLS, tmp_path)
+    assert "as expected" in run_program(launch_mode, DEFINITIONS + CHECKS + POOLS, tmp_path, preloaded="sb3")

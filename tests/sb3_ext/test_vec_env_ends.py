@@ -77,7 +77,7 @@ class WithFork(Failing):
             os._exit(0)
 
 
-@pytest.mark.parametrize("options", [{}, {"step_timeout": 100}, {"restart": "truncate"}])
+@pytest.mark.parametrize("options", [{}, {"restart": "truncate"}])
 def test_worker_death_is_detected_while_its_child_process_lives(options: dict[str, Any]) -> None:
     venv = SharedMemoryVecEnv([WithFork, functools.partial(WithFork, True)], FAST, **options)
     venv.reset()
