@@ -161,7 +161,7 @@ def check_call_is_atomic(
     assert number > 3, "nothing was interrupted"
 
 
-@pytest.mark.sample(quick=6, ci=10)
+@pytest.mark.sample(quick=2, ci=8)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", REPLAY_CALLS)
 @pytest.mark.parametrize("kind", REPLAY)

@@ -74,23 +74,6 @@ def test_buffer_is_unchanged_if_cast_warning_is_raised() -> None:
     assert (ours.size(), ours.pos) == (0, 0)
 
 
-def test_cast_frame_stacks_are_deduplicated() -> None:
-    space = spaces.Box(0, 255, (4, 36, 36), np.uint8)
-    rng = np.random.default_rng(0)
-    frames = np.repeat(rng.integers(0, 255, (1, 36, 36)), 204, axis=0)
-    frames[:, 0, 0] = np.arange(204) % 256
-    sizes = []
-    for dtype in (np.uint8, np.float64):
-        ours = CompressedReplayBuffer(200, space, ACTIONS, "cpu")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for t in range(199):
-                stacks = frames[t : t + 5].astype(dtype)
-                ours.add(stacks[None, :4], stacks[None, 1:], np.zeros(1), np.zeros(1), np.zeros(1), [{}])
-        sizes.append(ours.stored_nbytes)
-    assert sizes[0] == sizes[1]
-
-
 def test_images_with_channels_last_are_refused_with_the_order_of_wrappers() -> None:
     """See https://github.com/DLR-RM/stable-baselines3/issues/819."""
     buffer = CompressedReplayBuffer(10, spaces.Box(0, 255, (3, 36, 40), np.uint8), ACTIONS, "cpu", n_envs=N_ENVS)

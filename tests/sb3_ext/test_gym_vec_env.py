@@ -164,7 +164,7 @@ def test_invalid_arguments_are_refused() -> None:
 # -- methods of VecEnv
 
 
-@pytest.mark.parametrize("kind", ["sync", "wrapped", "async", "ours"])
+@pytest.mark.parametrize("kind", ["wrapped", "async", "ours"])
 def test_methods_and_attributes_reach_sub_environments(kind: str) -> None:
     venv = GymVecEnv(make_vector_env(kind, Images, 3, AutoresetMode.SAME_STEP))
     venv.reset()

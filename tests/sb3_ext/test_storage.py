@@ -68,7 +68,7 @@ def test_copy_info_dict_with_storage_dir_is_refused(tmp_path: Path) -> None:
     make_compressed("hindsight", 40, venv, storage_dir=tmp_path, resume=True).close()
 
 
-@pytest.mark.parametrize("length", [9, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [9, 400])
 def test_hindsight_excludes_episodes_with_dropped_start(length: int) -> None:
     venv = make_reach_vec_env(size=36, still=False, length=length)
     ours, theirs = make_buffers_for("hindsight", 1000, venv, max_bytes=400_000)
@@ -119,7 +119,7 @@ def test_buffer_does_not_write_to_folder_that_replaced_its_own(leave: Any, tmp_p
     opened.close()
 
 
-@pytest.mark.parametrize("kind", ["plain", "dict", "hindsight"])
+@pytest.mark.parametrize("kind", ["dict", "hindsight"])
 def test_add_in_thread_waits_until_batch_is_decoded(kind: str) -> None:
     venv = ENVS[kind]()
     transitions = collect_transitions(venv, 60)

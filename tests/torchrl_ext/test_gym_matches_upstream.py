@@ -154,8 +154,8 @@ CASES: dict[str, Build] = {
 @pytest.mark.parametrize("name", CASES)
 def test_rollouts_equal_upstream(name: str) -> None:
     ours, theirs = build_both(CASES[name])
-    # No episode of STAGGERED ends with the 69th step. Otherwise upstream's next reset would be wrong, as
-    # test_upstream_defects.py shows.
+    # No episode of STAGGERED ends with the 69th step. Otherwise upstream's next reset would return the observation of
+    # the last step.
     rollout = assert_same_rollouts(ours, theirs, 69)
     assert rollout["next", "done"].any() or name.startswith(("Pendulum", "Pong", "action"))
     if name in ("categorical", "HalfCheetah, normalized", "nested, cut", "Disabled, cut"):
