@@ -281,10 +281,11 @@ def test_own_working_directories_are_kept_and_reported(
     monkeypatch.setattr("sb3_ext.auto_vec_env.probe", None)
     venv: Any
     if how == "AutoVecEnv":
-        venv = AutoVecEnv([Logged] * 3, cwd="own")
+        venv = AutoVecEnv([Logged] * 3, cwd="own", start_method=FAST)
     else:
-        options = {"vec_env_kwargs": {"n_workers": 2}} if how == "two workers" else {}
-        venv = make_vec_env(Logged, 3, cwd="assets" if how == "copies" else "own", monitor_dir="monitors", **options)  # type: ignore[arg-type]
+        options = {"start_method": FAST, **({"n_workers": 2} if how == "two workers" else {})}
+        cwd = "assets" if how == "copies" else "own"
+        venv = make_vec_env(Logged, 3, cwd=cwd, monitor_dir="monitors", vec_env_kwargs=options)
         assert len(list((tmp_path / "monitors").iterdir())) == 3
     assert venv.working_directory in venv.isolation_report
     count = len(set(process_ids(venv)))

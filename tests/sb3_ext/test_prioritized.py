@@ -137,7 +137,7 @@ def test_training_equals_an_explicitly_weighted_loss(name: str, monkeypatch: pyt
     cls, env, loss_name, loss, n_losses, options = CASES[name]
     # Other losses compute their gradients in another order, so the last bits differ.
     exact = name in ("dqn", "sac", "td3", "ddpg")
-    steps = (500 if name == "dqn" else 120) if exact else 60
+    steps = 120 if exact else 60
     models = [make_model(cls, env, **options).learn(steps)]
     models.append(make_model(cls, env, **options))
     weight_explicitly(monkeypatch, name, models[1], loss_name, loss, n_losses)
