@@ -119,32 +119,6 @@ def test_buffer_does_not_write_to_folder_that_replaced_its_own(leave: Any, tmp_p
     opened.close()
 
 
-@pytest.mark.parametrize("kind", ["dict", "hindsight"])
-def test_add_in_thread_waits_until_batch_is_decoded(kind: str) -> None:
-    venv = ENVS[kind]()
-    transitions = collect_transitions(venv, 60)
-    buffer = make_compressed(kind, 200, venv)
-    add_all([buffer], transitions)
-    decode, added = buffer._observations.decode, threading.Event()
-
-    def add_in_thread() -> None:
-        """Add a transition, and set the event ``added``."""
-        add_all([buffer], transitions[:1])
-        added.set()
-
-    def decode_while_adding(*places: Any) -> Any:
-        """Start the thread that adds; check that it waits, and decode the batch."""
-        thread.start()
-        assert not added.wait(0.1)
-        return decode(*places)
-
-    thread = threading.Thread(target=add_in_thread)
-    buffer._observations.decode = decode_while_adding
-    buffer.sample(8)
-    thread.join()
-    assert added.is_set()
-
-
 def test_saved_buffer_is_consistent_while_thread_adds() -> None:
     venv = ENVS["dict"]()
     transitions = collect_transitions(venv, 40)
