@@ -116,7 +116,7 @@ def compare_with_dummy(
     return seen
 
 
-@pytest.mark.sample(quick=6)
+@pytest.mark.sample(quick=6, ci=12)
 @pytest.mark.parametrize(("kind", "n_envs"), [("sync", 1), ("wrapped", 4)])
 @pytest.mark.parametrize("observations", list(OBSERVATIONS))
 def test_observation_spaces_give_results_of_dummy_vec_env(observations: str, kind: str, n_envs: int) -> None:

@@ -76,7 +76,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(quick=6, ci=13)
+@pytest.mark.sample(quick=5, ci=10)
 @pytest.mark.filterwarnings("ignore:.*latest versioned environment:UserWarning")
 @pytest.mark.parametrize("how", list(OURS))
 @pytest.mark.parametrize("call", list(CALLS))

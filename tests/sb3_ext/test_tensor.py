@@ -103,7 +103,7 @@ def train_both(name: str, steps: int, make: Callable[[Any], Any] | None = None, 
 # -- weights
 
 
-@pytest.mark.sample(quick=4)
+@pytest.mark.sample(quick=4, ci=10)
 @pytest.mark.parametrize("name", ["PPO", "A2C", "SAC", "TD3"])
 @pytest.mark.parametrize("truncates", [True, False])
 @pytest.mark.parametrize("as_dict", [False, True])
@@ -125,7 +125,7 @@ SPACES = {
 }
 
 
-@pytest.mark.sample(quick=3)
+@pytest.mark.sample(quick=3, ci=9)
 @pytest.mark.parametrize("name", ["PPO", "SAC"])
 @pytest.mark.parametrize("key", SPACES)
 def test_weights_of_other_spaces_equal_those_of_sb3(name: str, key: str) -> None:
@@ -298,7 +298,7 @@ def test_statistics_of_other_dtypes_are_those_of_vec_normalize(dtype: Any, scale
 # -- no way through NumPy
 
 
-@pytest.mark.sample(quick=5)
+@pytest.mark.sample(quick=5, ci=10)
 @pytest.mark.parametrize("as_dict", [False, True])
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("name", ["PPO", "A2C", "SAC", "TD3", "DQN"])

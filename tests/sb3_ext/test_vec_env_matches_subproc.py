@@ -59,7 +59,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(quick=3)
+@pytest.mark.sample(quick=3, ci=14)
 @pytest.mark.parametrize(("observations", "actions", "rewards", "infos", "n_workers"), CASES)
 def test_rollouts_equal_those_of_subproc_vec_env(
     observations: str, actions: str, rewards: str, infos: bool, n_workers: int | None
