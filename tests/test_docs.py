@@ -95,7 +95,6 @@ def test_resume_guide_example_continues_at_the_checkpoint(tmp_path: Path) -> Non
         lines = lines.replace(written, short)
 
     def run(killed_at: int) -> subprocess.CompletedProcess[str]:
-        """Run the guide's example until it is killed at this step."""
         code = _RESUME_SCRIPT.format(killed_at=killed_at, lines=lines)
         environ = {**os.environ, "TMPDIR": str(tmp_path)}  # for SB3's logs
         return programs.run(code, "sb3", cwd=tmp_path, environ=environ)  # type: ignore[no-any-return]

@@ -105,7 +105,6 @@ def assert_same(recording: Recording, spy: Spy, *, transposed_views: bool = True
 @pytest.mark.slow
 def test_atari_replay_equals_what_dqn_stores() -> None:
     def make_breakout() -> Any:
-        """Make Breakout as a VecEnv with SB3's Atari wrappers."""
         return make_atari_env("BreakoutNoFrameskip-v4", n_envs=2, seed=3)
 
     model = DQN(
@@ -125,7 +124,6 @@ def test_atari_replay_equals_what_dqn_stores() -> None:
 @pytest.mark.parametrize("transposed_views", [True, False])
 def test_rgb_replay_equals_what_sac_stores(transposed_views: bool) -> None:
     def make_films(*, channel_first: bool) -> Any:
-        """Make a VecEnv of two ``Film`` environments."""
         return make_vec_env(lambda: Film(channel_first=channel_first), n_envs=2, seed=3)
 
     venv = VecFrameStack(make_films(channel_first=not transposed_views), n_stack=3)

@@ -43,7 +43,6 @@ def test_observations_of_other_dtypes_are_cast_as_in_sb3_with_one_warning(kind: 
     observations = [make_miscast_batch(space, rng) for _ in range(ROWS + 1)]
 
     def add_observations(buffer: Any) -> None:
-        """Add all observations to a buffer, as transitions or as a rollout."""
         if kind not in REPLAY:
             fill_rollouts((buffer,), observations[:-1])
             return

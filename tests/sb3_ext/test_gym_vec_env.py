@@ -282,7 +282,6 @@ def test_reset_discards_pending_step() -> None:
 
 def test_ppo_learns_same_weights_as_with_dummy_vec_env(tmp_path: Path) -> None:
     def train(venv: VecEnv) -> Any:
-        """Train PPO on a vectorized environment, and return the model."""
         model = PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=2, seed=0, device="cpu")
         return without_logger(model).learn(512)
 

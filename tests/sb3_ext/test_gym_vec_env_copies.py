@@ -127,7 +127,6 @@ def reuse_buffer_in_method(env: Any) -> Any:
     buffer, step = np.empty((2, 2), np.float32), env.step
 
     def step_in_buffer(actions: Any) -> Any:
-        """Take a step, and return the observation in the shared array."""
         buffer[...], *others = step(actions)
         return buffer, *others
 

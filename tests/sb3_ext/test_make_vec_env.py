@@ -126,7 +126,6 @@ def test_results_in_this_process_do_not_change_later(space: str) -> None:
 @pytest.mark.parametrize(("how", "seed"), [("in process", None), pytest.param("auto", 0, marks=pytest.mark.slow)])
 def test_numpy_generator_state_equals_that_after_sb3s_make_vec_env(seed: int | None, how: str) -> None:
     def generator_state_after(make: Any, env_id: Any, n_envs: int, **options: Any) -> Any:
-        """Seed NumPy, make environments, and return NumPy's generator state."""
         np.random.seed(0)
         make(env_id, n_envs, seed=seed, **options).close()
         return np.random.get_state()
@@ -175,7 +174,6 @@ def test_instances_and_factories_are_copied() -> None:
 
 def test_seeds_make_all_streams_reproducible() -> None:
     def draws(seed: int | None) -> list[Any]:
-        """Return random numbers from each environment's process."""
         venv = make_vec_env(RandomEnv, 2, seed=seed, **OURS["processes"])
         venv.reset()
         found = venv.env_method("draws")
@@ -343,7 +341,6 @@ def test_environments_in_this_process_are_built_by_functions_of_caller() -> None
     made: list[int] = []
 
     def make() -> Counting:
-        """Make an environment, and record that in ``made``."""
         made.append(len(made))
         return Counting()
 

@@ -111,7 +111,6 @@ def weight_explicitly(
     errors: list[th.Tensor] = []
 
     def weighted_loss(given: th.Tensor, target: th.Tensor, **options: Any) -> th.Tensor:
-        """Compute the loss, and the absolute TD errors."""
         buffer = model.replay_buffer
         plain = given.detach().clone().requires_grad_()
         (gradient,) = th.autograd.grad(scale * loss(plain, target, th.ones(BATCH)), plain)

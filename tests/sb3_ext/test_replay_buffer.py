@@ -79,7 +79,6 @@ def test_transition_that_does_not_fit_into_memory_leaves_the_buffer_unchanged(mo
     add_all(buffers, collect_transitions(venv, 60))
 
     def raise_out_of_memory(*_: Any, **__: Any) -> Any:
-        """Raise OutOfMemoryError, in place of the method that allocates a segment."""
         raise OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:

@@ -101,7 +101,6 @@ def expected_samples(
                 next_obs[key][i, j] = pick(theirs.next_observations, key, place, env)
 
     def tensors(arrays: Any) -> Any:
-        """Return a dict of arrays, or the only array, as tensors."""
         found = {key: th.from_numpy(array) for key, array in arrays.items()}
         return found.get(None, found)
 
@@ -204,7 +203,6 @@ def test_sequences_are_consistent_while_other_threads_add() -> None:
     stop, turn = threading.Event(), threading.Lock()
 
     def add() -> None:
-        """Add transitions until the test ends."""
         while not stop.is_set():
             with turn:
                 ours.add(*source.step())

@@ -43,7 +43,6 @@ def test_storage_dir_with_other_keys_is_refused(tmp_path: Path) -> None:
     actions = spaces.Discrete(2)
 
     def open_dict_buffer(**keys: Any) -> CompressedDictReplayBuffer:
-        """Open the folder as a buffer of a Dict space with these keys."""
         return CompressedDictReplayBuffer(50, spaces.Dict(keys), actions, "cpu", storage_dir=tmp_path, resume=True)
 
     buffer = open_dict_buffer(image=image, vector=vector)
@@ -128,7 +127,6 @@ def test_saved_buffer_is_consistent_while_thread_adds() -> None:
     done = threading.Event()
 
     def keep_adding() -> None:
-        """Add transitions until the event ``done`` is set."""
         while not done.is_set():
             for number, transition in enumerate(transitions):
                 buffer.add(*transition[:3], np.full(venv.num_envs, number), *transition[4:])

@@ -71,7 +71,6 @@ def test_weights_equal_those_with_sb3s_buffers(case: str) -> None:
         small["policy_kwargs"]["lstm_hidden_size"] = 8
 
     def make(buffer_class: Any) -> Any:
-        """Return a new model that uses a buffer class."""
         if issubclass(algorithm, OffPolicyAlgorithm):
             return algorithm(policy, env(), replay_buffer_class=buffer_class, **OFF_POLICY, **small)
         options = {"n_steps": 16, "batch_size": 16, "n_epochs": 2}

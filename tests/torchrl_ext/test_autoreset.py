@@ -34,7 +34,6 @@ def check_against_single_environments(rollout: Any, makers: list[Any], seed: int
     key: Any = ("inner", "place") if ("inner", "place") in rollout.keys(True) else "observation"
 
     def place_of(observation: Any) -> Any:
-        """Return the vector in an observation, which may be a nested dict."""
         return observation["inner"]["place"] if isinstance(observation, dict) else observation
 
     actions = rollout["action"].argmax(-1)

@@ -52,7 +52,6 @@ def test_copies_continue_with_the_same_data(name: str, way: str) -> None:
     other, state = COPIES[way](env), data.to("cpu") if way == "to" else data.clone()
 
     def continue_rollout(env: Any, data: Any) -> Any:
-        """Take 20 more seeded steps, and return their data."""
         torch.manual_seed(1)
         seen = []
         for _ in range(20):

@@ -288,7 +288,6 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_environment_option_or_spec_takes_effect(name: str, played: bool) -> None:
     def rollout(cls: Any) -> Any:
-        """Change a new or used environment, and return a seeded rollout."""
         env = cls(Walk())
         if played:
             env.rollout(4)

@@ -184,7 +184,6 @@ def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bo
     final = inner.final_observations
 
     def to_double_with_graph(value: Any) -> Any:
-        """Convert tensors to float64 with an autograd graph."""
         if isinstance(value, list):
             return [to_double_with_graph(part) for part in value]
         return value if value is None else value.double().requires_grad_() * 1

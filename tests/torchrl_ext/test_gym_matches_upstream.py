@@ -170,7 +170,6 @@ def test_rollouts_equal_upstream(name: str) -> None:
 @pytest.mark.parametrize("name", ["CartPole", "nested, cut", "SameStep, under transforms", "Disabled, cut", "serial"])
 def test_collected_data_equals_upstream(name: str) -> None:
     def collect(env: Any) -> list[Any]:
-        """Collect three seeded batches with TorchRL's ``Collector``."""
         env.set_seed(2)
         torch.manual_seed(2)
         collector = Collector(env, None, frames_per_batch=48, total_frames=144)
@@ -220,7 +219,6 @@ def check_spaces(observed: Any, taken: Any, categorical: bool, count: int | None
     """Compare rollouts with TorchRL's wrapper for a pair of spaces; return our rollout."""
 
     def make_env() -> Any:
-        """Make an environment with the spaces to check."""
         return SamplingEnv(observed, taken)
 
     options = {"categorical_action_encoding": categorical}
@@ -263,7 +261,6 @@ def test_dict_actions_reach_the_environment_as_dicts(space: Any, count: int | No
     """Upstream rejects them in a batch, and turns a Dict of one action into an array."""
 
     def make_env() -> Any:
-        """Make an environment that records actions of the Dict space."""
         return SamplingEnv(box(2), space)
 
     env = GymWrapper(
@@ -282,7 +279,6 @@ def test_dict_actions_reach_the_environment_as_dicts(space: Any, count: int | No
 @pytest.mark.parametrize("count", [None, 2])
 def test_vectors_that_are_not_one_hot_are_decoded_as_upstream(action: list[Any], count: int | None) -> None:
     def received_actions(env: Any) -> list[int]:
-        """Step with the vector, and return the actions that the environments received."""
         given = torch.tensor(action if count is None else [action] * count)
         env.step(env.reset().set("action", given))
         return [int(single.received[-1]) for single in getattr(env._env, "envs", [env._env])]
@@ -299,7 +295,6 @@ def test_vector_rewards_of_a_batch_follow_its_reward_space() -> None:
     step = inner.step
 
     def step_with_two_rewards(action: Any) -> Any:
-        """Step, and return two rewards per row."""
         observation, reward, *rest = step(action)
         return (observation, np.stack([reward, -reward], -1), *rest)
 
@@ -316,7 +311,6 @@ def test_vector_rewards_of_a_batch_follow_its_reward_space() -> None:
 
 def test_partial_reset_equals_upstream() -> None:
     def play(env: Any) -> Any:
-        """Take a seeded step, and reset two of three rows."""
         data = env.reset(seed=4)
         torch.manual_seed(1)
         data = env.step_mdp(env.step(env.rand_action(data)))
@@ -370,7 +364,6 @@ builders = pytest.mark.parametrize("name", BUILDERS)
 @builders
 def test_entries_written_by_a_policy_are_carried_on(name: str) -> None:
     def play(env: Any) -> list[Any]:
-        """Roll out eight steps with extra entries in the data, and return the data."""
         env.set_seed(0)
         torch.manual_seed(0)
         data = env.reset().update(extras(env))

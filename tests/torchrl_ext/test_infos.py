@@ -76,7 +76,6 @@ def test_custom_info_reader_gets_infos_without_final_entries() -> None:
     seen: list[Any] = []
 
     def read_half_age(info: Any, data: Any) -> Any:
-        """Record the infos, and store half of their age."""
         seen.append(info)
         return data.set("half", torch.as_tensor(info["age"]) / 2)
 
@@ -103,7 +102,6 @@ def report_info(inner: Any, name: str, value: Any) -> Any:
     step = inner.step
 
     def step_and_report(action: Any) -> Any:
-        """Step, and add the value to the infos."""
         *result, info = step(action)
         return (*result, {**info, name: value()})
 
@@ -177,7 +175,6 @@ def test_auto_register_info_dict_registers_numbers_of_all_dtypes(name: str, mode
     value, dtype = VALUES[name]
 
     def make_env() -> Any:
-        """Make an environment that reports the value."""
         return report_info(Walk(3, 5), "value", lambda: value)
 
     env = GymWrapper(make_vector_env(make_env, 2, mode) if mode else make_env()).auto_register_info_dict()
@@ -192,11 +189,9 @@ def test_auto_register_info_dict_registers_numbers_of_all_dtypes(name: str, mode
 @pytest.mark.parametrize("value", ["left", object(), [1, [2, 3]]], ids=lambda value: type(value).__name__)
 def test_infos_that_are_not_numbers_are_rejected(value: Any, count: int | None) -> None:
     def make_env() -> Any:
-        """Make an environment that reports the value."""
         return report_info(Walk(3, 3), "value", lambda: value)
 
     def wrap_env() -> Any:
-        """Wrap one environment, or a batch of them."""
         return GymWrapper(make_vector_env(make_env, count, "SameStep") if count else make_env())
 
     with pytest.raises(EnvironmentOutputError, match=r"info 'value' .*Name the keys to read: ") as caught:

@@ -185,7 +185,6 @@ def test_errors_name_invalid_step_results_of_batches(name: str, torch_tensors: b
     step = inner.step
 
     def faulty_step(action: Any) -> Any:
-        """Step, and replace one of the results by an invalid one."""
         result = list(step(action))
         result[place] = fault(result[place])
         return tuple(result)
@@ -222,7 +221,6 @@ def test_errors_name_invalid_results_of_skipped_frames(place: int, value: Any) -
     step = inner.step
 
     def faulty_step(action: Any) -> Any:
-        """Step, and replace one of the results by an invalid one."""
         result = list(step(action))
         result[place] = value
         return tuple(result)

@@ -92,7 +92,6 @@ def test_registered_space_conversions_are_used() -> None:
 
         @register_gym_spec_conversion(AngleSpace)
         def convert_angle(spec: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-            """Convert an angle space to a spec from 0 to 1."""
             return Bounded(0.0, 1.0, shape=(1,), device=device)
 
         env = GymWrapper(SamplingEnv(AngleSpace((), np.float32), spaces.Discrete(2)))
@@ -272,7 +271,6 @@ BATCHES = {
 @pytest.mark.parametrize("by", ["num_envs", "batch_size"])
 def test_batches_with_batched_spaces_only_match_upstream(name: str, by: str) -> None:
     def make_env(cls: Any) -> Any:
-        """Wrap a batch, whose size is known from ``num_envs`` or an argument."""
         count, kwargs = (4, {}) if by == "num_envs" else (None, {"batch_size": [4]})
         return cls(Batch(*BATCHES[name], count=count), **kwargs)
 
@@ -407,7 +405,6 @@ def test_device_attribute_of_a_numpy_environment_is_ignored() -> None:
 @pytest.mark.parametrize("configured", [True, False])
 def test_time_outs_of_a_finite_horizon_are_terminations(asked: bool | None, configured: bool) -> None:
     def rollout(**kwargs: Any) -> Any:
-        """Roll out four environments with or without a finite horizon."""
         inner = Isaac(4)
         inner.cfg.is_finite_horizon = configured
         return GymWrapper(inner, **kwargs).rollout(30, break_when_any_done=False)["next"]
