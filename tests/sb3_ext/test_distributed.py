@@ -16,7 +16,6 @@ from stable_baselines3.common.logger import Logger
 
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import tensor
-from tests import programs
 from tests.sb3_ext import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -24,9 +23,17 @@ ROOT = Path(__file__).parents[2]
 
 def run_ranks(task: str, folder: Path) -> tuple[list[Any], list[str]]:
     """Run a task on two ranks; return what they saved, and their last lines of errors."""
-    code = Path(ranks.__file__).read_text()
-    started = [programs.start(code, "sb3", task, str(folder), str(rank), cwd=ROOT) for rank in range(2)]
-    errors = [program.wait(180).stderr for program in started]
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.sb3_ext.ranks", task, str(folder), str(rank)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [program.communicate(timeout=180)[1] for program in programs]
     files = [folder / f"{task}-{rank}.pt" for rank in range(2)]
     found = [torch.load(file, weights_only=False) if file.exists() else None for file in files]
     return found, [error.strip().splitlines()[-1] if error.strip() else "" for error in errors]
@@ -102,16 +109,22 @@ model.learn(256, callback=evaluation).save(sys.argv[1])
 
 
 @pytest.mark.slow
-def test_torchrun_trains_a_script(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_torchrun_trains_a_script(count: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     subprocess.run(
         [*command, str(tmp_path / "train.py"), str(tmp_path / "model.zip")],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
         check=True,
         timeout=180,
     )
-    assert tensor.PPO.load(tmp_path / "model.zip").num_timesteps == 256
+    model = tensor.PPO.load(tmp_path / "model.zip")
+    assert model.num_timesteps == 256
+    if count == 1:
+        weights = model.policy.state_dict()
+        expected = ranks.model_of("PPO", 0, 8).learn(256).policy.state_dict()
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 def test_a_buffer_with_its_own_minibatches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
