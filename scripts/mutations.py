@@ -1,15 +1,13 @@
 """Make small changes of the sources, one at a time, and list those that no test detects.
 
-    pip install pytest-cov
-    python scripts/mutations.py shared/rl_ext_core/frames --tests tests/core/frames tests/sb3_ext/test_replay_buffer.py
+    python scripts/mutations.py sb3_ext/n_step_buffers.py --tests tests/sb3_ext/test_nstep.py
 
-Everything happens in a copy of the tree. The tests run once to record the lines that each of them executes. Then each
-mutant runs with the tests that execute its line, until one fails. The same command continues an interrupted run.
+Everything happens in a copy of the tree. The tests run once unchanged, and have to pass. Then they run with each
+mutant until one fails, the tests that detected earlier mutants first. The same command continues an interrupted run.
 Another ``--work`` folder starts over.
 
-Coverage misses lines that numba compiles and lines in other processes. Therefore each mutant also runs with the tests
-named by ``--otherwise``. Mutants of code that kills processes may kill any process. For these, put
-``unshare --pid --fork --mount-proc`` before the command.
+Mutants of code that kills processes may kill any process. For these, put ``unshare --pid --fork --mount-proc`` before
+the command.
 """
 
 from __future__ import annotations
@@ -24,15 +22,13 @@ import random
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
-from collections import Counter, defaultdict
+import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from coverage.numbits import numbits_to_nums
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED = ("njit", "kernel", "intrinsic")
@@ -120,110 +116,72 @@ def mutants_of(path: str, source: bytes) -> Iterator[Mutant]:
 
 
 class Sandbox:
-    """Copy of the tree, with the lines and the duration of each test."""
+    """Copy of the tree, in which tests run with one mutant at a time.
+
+    :param work: folder for the copy and the output of the tests
+    :param tests: files and folders of tests
+    """
 
     def __init__(self, work: Path, tests: list[str]) -> None:
-        self.work, self.tree, self.record = work, work / "tree", work / "coverage"
-        self.passing_unchanged, self.failing_unchanged = (
-            set[str](),
-            set[str](),
-        )  # Tests that pass, and that fail, without any mutant.
+        self.work, self.tree, self.tests = work, work / "tree", tests
+        self.detecting: Counter[str] = Counter()
         if not self.tree.exists():
-            folders = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", ".*_cache", ".hypothesis")
+            folders = shutil.ignore_patterns(".git", ".venv*", "out", "__pycache__", ".*_cache", ".hypothesis")
             shutil.copytree(ROOT, self.tree, ignore=folders)
-        if not self.record.exists():
-            packages = ["--cov=shared/rl_ext_core", "--cov=sb3_ext", "--cov=torchrl_ext"]
-            options = ["--cov-context=test", "--cov-report=", "--durations=0", "--durations-min=0", "-mnot exhaustive"]
-            _, output = self.run([*packages, *options, *tests], 7200, COVERAGE_FILE=str(work / "recording"))
-            (work / "durations").write_text(output)
-            (work / "recording").rename(self.record)
-        self.durations: dict[str, float] = defaultdict(float)
-        for seconds, test in re.findall(r"^([\d.]+)s \w+ +(\S.*)$", (work / "durations").read_text(), re.MULTILINE):
-            self.durations[test] += float(seconds)
+        start = time.monotonic()
+        status, output = self.run(self.tests, None)
+        if status:
+            sys.exit(f"the tests fail without a mutant:\n{output[-3000:]}")
+        self.limit_s = 3 * (time.monotonic() - start) + 60
 
-    def run(self, arguments: list[str], limit: float, **variables: str) -> tuple[int | None, str]:
-        """Run pytest in the copy, and return its status (None after a timeout) and output."""
-        variables |= {"PYTHONPATH": f"{self.tree}:{self.tree / 'shared'}", "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-        options = {"cwd": self.tree, "env": os.environ | variables, "start_new_session": True}
+    def run(self, tests: list[str], limit_s: float | None, cache: str = "compiled") -> tuple[int | None, str]:
+        """Run tests until one fails, and return pytest's status (None after a timeout) and output."""
+        environ = {"PYTHONPATH": f"{self.tree}:{self.tree / 'shared'}", "PYTHONDONTWRITEBYTECODE": "1"}
+        environ["NUMBA_CACHE_DIR"] = str(self.work / cache)
+        options = ["-q", "-x", "--tb=line", "-rfE", "-p", "no:cacheprovider", "-m", "not exhaustive"]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         with (output := self.work / "output").open("w") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file, **options)
+            process = subprocess.Popen(
+                command, cwd=self.tree, env=os.environ | environ, stdout=file, stderr=file, start_new_session=True
+            )
             try:
-                status: int | None = process.wait(limit)
+                status: int | None = process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
                 status = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         return status, output.read_text(errors="replace")
 
-    def tests_of(self, mutant: Mutant, otherwise: list[str], seconds: float) -> list[str]:
-        """Return the tests for a mutant, as many as fit into ``seconds``.
+    def try_mutant(self, mutant: Mutant) -> tuple[str, str]:
+        """Run the tests with a mutant.
 
-        First comes one case of each test that executes the line. Then come the tests named by ``otherwise``, since the
-        line may run in a process without coverage, and then the remaining cases.
+        :return: ``killed``, ``timeout`` or ``survived``; and the test that failed
         """
-        passing = (
-            "select context, numbits from line_bits join context on context.id = context_id "
-            "join file on file.id = file_id where path like ?"
-        )
-        tests = set()
-        with contextlib.closing(sqlite3.connect(self.record)) as database:
-            for context, bits in database.execute(passing, (f"%/{mutant.path}",)):
-                if mutant.line in numbits_to_nums(bits):
-                    tests.add(context.partition("|")[0])
-        others = {test for test in self.durations if test.startswith(tuple(otherwise))}
-        inside, outside = (
-            sorted(group - {""} - self.failing_unchanged, key=lambda each: (self.durations[each], each))
-            for group in (tests, others - tests)
-        )
-        firsts = list({test.partition("[")[0]: test for test in reversed(inside)}.values())
-        chosen: list[str] = []
-        own = [test for test in firsts if test in others]
-        for test in dict.fromkeys([*reversed(own), *outside, *reversed(firsts), *inside]):
-            seconds -= self.durations[test] + 0.01
-            if seconds > 0 or not chosen:
-                chosen.append(test)
-        return chosen
-
-    def try_mutant(self, mutant: Mutant, otherwise: list[str], seconds: float) -> tuple[str, str]:
-        """Run the tests of a mutant, and return whether one of them detects it.
-
-        :return: ``killed``, ``timeout``, ``survived`` or ``no test``; and the failed test or the number of tests.
-        """
-        file = self.tree / mutant.path
-        source, machine = file.read_bytes(), self.tree / DIGEST[0]
-        digest = machine.read_text()
+        file, kernels = self.tree / mutant.path, self.tree / DIGEST[0]
+        source, unchanged = file.read_bytes(), kernels.read_text()
         has_kernels = any(f"@{name}" in source.decode() for name in COMPILED)
-        cache = self.work / ("compiled-mutant" if has_kernels else "compiled")
+        cache = "compiled-mutant" if has_kernels else "compiled"
         try:
-            while tests := self.tests_of(mutant, otherwise, seconds):
-                (self.work / "names").write_text("\n".join(tests))
-                if not has_kernels:
-                    machine.write_text(digest.replace(*DIGEST[1:]))
-                file.write_bytes(source[: mutant.start] + mutant.new.encode() + source[mutant.stop :])
-                limit = 3 * seconds + 120
-                arguments = ["-x", "-m", "", "--tb=no", "-rfE", f"@{self.work / 'names'}"]
-                status, output = self.run(arguments, limit, NUMBA_CACHE_DIR=str(cache))
-                file.write_bytes(source)
-                if "(no match in any of" in output:
-                    sys.exit(f"the coverage in --work is of other tests. Pass another --work: {output.strip()[-200:]}")
-                if status is None:
-                    return "timeout", f"{len(tests)} tests"
-                if status == 0:
-                    return "survived", f"{len(tests)} tests"
-                failed = re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - .*)?$", output, re.MULTILINE)
-                if failed is None or "::" not in failed[1]:  # failed during imports, or with the whole process
-                    return "killed", f"status {status}: {output.strip()[-60:]}"
-                if failed[1] not in self.passing_unchanged:
-                    alone, _ = self.run(["-m", "", failed[1]], limit, NUMBA_CACHE_DIR=str(self.work / "compiled"))
-                    (self.failing_unchanged if alone else self.passing_unchanged).add(failed[1])
-                if failed[1] in self.passing_unchanged:
-                    return "killed", failed[1]
-            return "no test", ""
+            if not has_kernels:
+                kernels.write_text(unchanged.replace(*DIGEST[1:]))
+            file.write_bytes(source[: mutant.start] + mutant.new.encode() + source[mutant.stop :])
+            first = [test for test, _ in self.detecting.most_common(20)]
+            status, output = self.run([*first, *self.tests], self.limit_s, cache)
         finally:
             file.write_bytes(source)
-            machine.write_text(digest)
+            kernels.write_text(unchanged)
             shutil.rmtree(self.work / "compiled-mutant", ignore_errors=True)
+        if status is None:
+            return "timeout", ""
+        if status == 0:
+            return "survived", ""
+        failed = re.search(r"^FAILED (\S+?\.py::\w+)", output, re.MULTILINE)
+        if failed is None:  # the mutant fails at import, or ends the process
+            return "killed", f"status {status}: {output.strip()[-60:]}"
+        self.detecting[failed[1]] += 1
+        return "killed", failed[1]
 
 
 def main() -> None:
@@ -231,12 +189,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", type=Path, help="files and folders to change")
     parser.add_argument("--tests", nargs="+", required=True, help="files and folders of tests")
-    parser.add_argument(
-        "--otherwise", nargs="+", default=["tests/core/frames/"], help="prefixes of tests for every mutant"
-    )
     parser.add_argument("--mutants", type=int, default=60, help="number of mutants to try")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
-    parser.add_argument("--seconds", type=float, default=60, help="seconds of tests per mutant")
     parser.add_argument("--work", type=Path, default="/tmp/mutations", help="folder for the copy and results")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exits through finally, which restores the sources
@@ -252,7 +206,7 @@ def main() -> None:
     for mutant in sample:
         key = json.dumps(asdict(mutant))
         if key not in known:
-            outcome, detail = sandbox.try_mutant(mutant, options.otherwise, options.seconds)
+            outcome, detail = sandbox.try_mutant(mutant)
             known[key] = {"mutant": key, "outcome": outcome, "detail": detail}
             with results.open("a") as file:
                 file.write(json.dumps(known[key]) + "\n")
@@ -260,8 +214,8 @@ def main() -> None:
         counts[known[key]["outcome"]] += 1
     print()
     for mutant in sample:
-        if (result := known[json.dumps(asdict(mutant))])["outcome"] in ("survived", "no test"):
-            print(f"{result['outcome']:8}  {mutant}  [{result['detail']}]")
+        if known[json.dumps(asdict(mutant))]["outcome"] == "survived":
+            print(f"survived  {mutant}")
     killed = counts["killed"] + counts["timeout"]
     print(f"{killed} of {len(sample)} killed ({killed / max(len(sample), 1):.0%}), of {len(mutants)}: {dict(counts)}")
 

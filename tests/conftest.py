@@ -105,9 +105,11 @@ def check_for_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def fixed_seeds() -> None:
-    """Seed the global generators, so that a test does not depend on other tests."""
+def independent_tests() -> None:
+    """Seed the global generators, and remove what ALE writes into a class of gymnasium, before each test."""
     random.seed(0)
     np.random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+    if "gymnasium.vector" in sys.modules:
+        sys.modules["gymnasium.vector"].VectorEnv.metadata.clear()  # a copy of an environment reports such a change

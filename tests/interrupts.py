@@ -128,7 +128,6 @@ def interrupt_everywhere(
     visits: Counter[Place] = Counter()
 
     def count_visit(place: Place) -> bool:
-        """Count the visits of each place, and never interrupt."""
         visits[place] += 1
         return False
 

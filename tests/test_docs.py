@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests import programs
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
@@ -93,16 +95,9 @@ def test_resume_guide_example_continues_at_the_checkpoint(tmp_path: Path) -> Non
         lines = lines.replace(written, short)
 
     def run(killed_at: int) -> subprocess.CompletedProcess[str]:
-        """Run the guide's example until it is killed at this step."""
         code = _RESUME_SCRIPT.format(killed_at=killed_at, lines=lines)
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=tmp_path,
-            env={**os.environ, "TMPDIR": str(tmp_path)},  # for SB3's logs
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        environ = {**os.environ, "TMPDIR": str(tmp_path)}  # for SB3's logs
+        return programs.run(code, "sb3", cwd=tmp_path, environ=environ)  # type: ignore[no-any-return]
 
     assert run(killed_at=111).returncode == 9  # before the first checkpoint
     assert run(killed_at=350).returncode == 9

@@ -30,7 +30,7 @@ raise ArithmeticError("at the end")
 """
 
 
-@pytest.mark.sample
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("is_script", [True, False])
 def test_forked_program_shows_the_same_as_a_new_interpreter(is_script: bool, tmp_path: Path) -> None:
     file = tmp_path / "script.py" if is_script else None
@@ -46,6 +46,7 @@ def test_forked_program_shows_the_same_as_a_new_interpreter(is_script: bool, tmp
     assert warm.returncode == cold.returncode == 1
 
 
+@pytest.mark.slow
 def test_forked_program_has_its_own_session_random_numbers_and_end() -> None:
     draws = "import random, numpy; print(random.random(), numpy.random.random())"
     found = [programs.run(draws, "torch").stdout.split() for _ in range(2)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -64,16 +64,10 @@ if __name__ == "__main__":
     ids=["ParallelEnv", "make_vec_env, in process", "make_vec_env, in workers"],
 )
 def test_first_call_passes_few_source_files(imports: str, call: str, most: int, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(imports=imports, call=call), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'shared'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    preloaded = imports.split()[1].removesuffix("_ext")
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'shared'}"}
+    (script := tmp_path / "script.py").write_text(SCRIPT.format(imports=imports, call=call), encoding="utf-8")
+    done = programs.run(script.read_text(), preloaded, file=script, cwd=tmp_path, environ=environ)
     assert done.returncode == 0, done.stderr
     folders = tuple(f"{ROOT / name}{os.sep}" for name in ("shared/rl_ext_core", "torchrl_ext", "sb3_ext"))
     passed_files = sorted(

@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import mmap
 import os
-import shutil
 import threading
 import time
 import uuid
@@ -26,7 +25,6 @@ from typing import Any
 __all__ = [
     "IMPORT_TIME_VARIABLES",
     "PAGE",
-    "TemporaryFolder",
     "after_fork",
     "allocate_file_space",
     "discard_pages",
@@ -198,24 +196,6 @@ def new_memory_file(name: str) -> tuple[int, Path | None]:
         return descriptor, None
     os.close(descriptor)
     return _windows.open_temporary(path), Path(path)
-
-
-class TemporaryFolder:
-    """Folder that is deleted with this object or at exit, but never by a forked process.
-
-    A forked process that exits would delete Python's ``TemporaryDirectory``.
-
-    :ivar name: Path of the folder
-    :ivar cleanup: Function that deletes the folder
-    """
-
-    def __init__(self) -> None:
-        import tempfile
-        from multiprocessing import util
-
-        self.name = tempfile.mkdtemp(prefix="rl-ext-")
-        # The priority makes it run after the workers have ended.
-        self.cleanup = util.Finalize(self, shutil.rmtree, (self.name, True), exitpriority=-20)
 
 
 def read_at(descriptor: int, n_bytes: int, offset: int) -> bytes:

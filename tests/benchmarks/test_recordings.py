@@ -20,7 +20,7 @@ from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import VecFrameStack
 
-from benchmarks import recorders, recordings
+from benchmarks import recorders
 from benchmarks.policies import Policy
 from benchmarks.replay import Recording
 
@@ -103,11 +103,9 @@ def assert_same(recording: Recording, spy: Spy, *, transposed_views: bool = True
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_envs", [1, 2])
-def test_atari_replay_equals_what_dqn_stores(n_envs: int) -> None:
+def test_atari_replay_equals_what_dqn_stores() -> None:
     def make_breakout() -> Any:
-        """Make Breakout as a VecEnv with SB3's Atari wrappers."""
-        return make_atari_env("BreakoutNoFrameskip-v4", n_envs=n_envs, seed=3)
+        return make_atari_env("BreakoutNoFrameskip-v4", n_envs=2, seed=3)
 
     model = DQN(
         "CnnPolicy",
@@ -126,7 +124,6 @@ def test_atari_replay_equals_what_dqn_stores(n_envs: int) -> None:
 @pytest.mark.parametrize("transposed_views", [True, False])
 def test_rgb_replay_equals_what_sac_stores(transposed_views: bool) -> None:
     def make_films(*, channel_first: bool) -> Any:
-        """Make a VecEnv of two ``Film`` environments."""
         return make_vec_env(lambda: Film(channel_first=channel_first), n_envs=2, seed=3)
 
     venv = VecFrameStack(make_films(channel_first=not transposed_views), n_stack=3)
@@ -147,15 +144,6 @@ def to_channel_last(recording: Recording) -> Recording:
     return recording
 
 
-def test_comparison_detects_other_strides_and_single_bits() -> None:
-    recording = recorders.record_atari("Breakout", steps=2, n_envs=1)
-    views, contiguous = recording.transitions(), recording.transitions(transposed_views=False)
-    obs, *others = next(views)
-    assert comparable(obs, *others) != comparable(*next(contiguous))
-    obs[0, 0, 0, 0] ^= 1
-    assert comparable(obs, *others) != comparable(*next(recording.transitions()))
-
-
 def test_recording_round_trips_through_a_file(tmp_path: Path) -> None:
     venv = make_vec_env(lambda: Film(channel_first=False), n_envs=2, seed=3)
     policy = Policy("still", lambda venv: np.zeros((2, 2), np.float32))
@@ -171,16 +159,3 @@ def test_recording_round_trips_through_a_file(tmp_path: Path) -> None:
     np.savez(tmp_path / "old.npz", header=json.dumps({"format": 0}))
     with pytest.raises(ValueError, match=r"old\.npz is not in format .*: delete it"):
         Recording.load(tmp_path / "old.npz")
-
-
-def test_load_records_missing_or_short_recordings_and_truncates_long_ones(tmp_path: Path) -> None:
-    short = recordings.load("pong-scripted", steps=10, folder=tmp_path)
-    first = (tmp_path / "pong-scripted.npz").stat().st_mtime_ns
-    longer = recordings.load("pong-scripted", steps=30, folder=tmp_path)
-    second = (tmp_path / "pong-scripted.npz").stat().st_mtime_ns
-    cut = recordings.load("pong-scripted", steps=20, folder=tmp_path)
-    assert (len(short), len(longer), len(cut)) == (10, 30, 20)
-    assert first < second == (tmp_path / "pong-scripted.npz").stat().st_mtime_ns
-    np.testing.assert_array_equal(cut.frames, longer.frames[:21])
-    np.testing.assert_array_equal(short.frames, longer.frames[:11])
-    assert cut.n_transitions == 40 == cut.rewards.size

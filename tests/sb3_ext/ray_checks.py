@@ -151,7 +151,6 @@ def interrupted_steps_can_be_awaited_again() -> None:
     actions = np.zeros(3, dtype=np.int64)
 
     def prepare() -> Callable[[], Any]:
-        """Begin a step, and return the call that waits for it."""
         venv.reset()
         venv.step(actions)
         venv.step_async(actions)

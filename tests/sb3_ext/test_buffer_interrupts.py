@@ -74,7 +74,6 @@ def read_state_in_thread(buffer: Any) -> Any:
     found: list[Any] = []
 
     def read_state() -> None:
-        """Append the state to ``found``."""
         names = ("actions", "rewards", "dones", "timeouts", "returns", "episode_starts", "values", "log_probs")
         names += ("advantages", "ep_start", "ep_length", "_current_ep_start", "action_masks")
         names += ("hidden_states_pi", "hidden_states_vf", "cell_states_pi", "cell_states_vf")
@@ -121,7 +120,6 @@ def check_call_is_atomic(
     number, buffers = 0, []
 
     def prepare() -> Callable[[], Any]:
-        """Fill a new buffer, and return the call to interrupt."""
         nonlocal number
         number += 1
         buffers.append(make_buffer(kind, None if folder is None else folder / str(number)))
@@ -133,7 +131,6 @@ def check_call_is_atomic(
         return lambda: call(buffers[-1])
 
     def add_more() -> Any:
-        """Add three steps to the newest buffer, and return its state."""
         buffer = buffers[-1]
         if kind in ROLLOUTS:
             buffer.reset()
@@ -161,7 +158,7 @@ def check_call_is_atomic(
     assert number > 3, "nothing was interrupted"
 
 
-@pytest.mark.sample(quick=6, ci=10)
+@pytest.mark.sample(quick=2, ci=8)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", REPLAY_CALLS)
 @pytest.mark.parametrize("kind", REPLAY)

@@ -43,7 +43,6 @@ def test_observations_of_other_dtypes_are_cast_as_in_sb3_with_one_warning(kind: 
     observations = [make_miscast_batch(space, rng) for _ in range(ROWS + 1)]
 
     def add_observations(buffer: Any) -> None:
-        """Add all observations to a buffer, as transitions or as a rollout."""
         if kind not in REPLAY:
             fill_rollouts((buffer,), observations[:-1])
             return
@@ -72,23 +71,6 @@ def test_buffer_is_unchanged_if_cast_warning_is_raised() -> None:
     with pytest.raises(UserWarning, match="Observations are cast"):
         ours.add(make_miscast_batch(GOALS, rng), make_miscast_batch(GOALS, rng), *REST)
     assert (ours.size(), ours.pos) == (0, 0)
-
-
-def test_cast_frame_stacks_are_deduplicated() -> None:
-    space = spaces.Box(0, 255, (4, 36, 36), np.uint8)
-    rng = np.random.default_rng(0)
-    frames = np.repeat(rng.integers(0, 255, (1, 36, 36)), 204, axis=0)
-    frames[:, 0, 0] = np.arange(204) % 256
-    sizes = []
-    for dtype in (np.uint8, np.float64):
-        ours = CompressedReplayBuffer(200, space, ACTIONS, "cpu")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for t in range(199):
-                stacks = frames[t : t + 5].astype(dtype)
-                ours.add(stacks[None, :4], stacks[None, 1:], np.zeros(1), np.zeros(1), np.zeros(1), [{}])
-        sizes.append(ours.stored_nbytes)
-    assert sizes[0] == sizes[1]
 
 
 def test_images_with_channels_last_are_refused_with_the_order_of_wrappers() -> None:

@@ -1,4 +1,4 @@
-"""Device decisions in the workers of SB3's SubprocVecEnv."""
+"""Errors of workers of SB3's SubprocVecEnv that import a renderer first."""
 
 from __future__ import annotations
 
@@ -8,57 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.devices.binding import EXPECTED, UNSET
-from tests.core.devices.run_code import environment, run
-
-SB3 = """
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
-from tests.core.devices.binding import bound, bind_to_mesa
-from tests.core.devices.reporting_env import Reporter, reports
-import sys, torch
-"""
-
-
-@pytest.mark.slow
-def test_gpu_is_set_before_factory_is_unpickled_in_worker(tmp_path: Path) -> None:
-    ended = run(
-        SB3,
-        f"""
-        folder = {str(tmp_path)!r}
-        venv = SubprocVecEnv(bound(folder), start_method="forkserver")
-        venv.reset()
-        venv.close()
-        answer = [reports(folder), variables(), torch.cuda.is_initialized()]
-        DummyVecEnv(bound(folder)).close()
-        answer += [[report["called"] for report in reports(folder)], variables()]
-        """,
-    )
-    workers, before, cuda, built, after = ended.answer
-    for when in ("imported", "unpickled", "called"):
-        assert [report[when] for report in workers] == EXPECTED
-    assert not any(report["in_parent"] for report in workers)
-    assert before == UNSET
-    assert not cuda
-    assert built == [EXPECTED[0]] * 3
-    assert after == EXPECTED[0]
-    assert ended.stderr.count("a worker's environment is built in the parent process") == 1
-
-
-@pytest.mark.slow
-def test_workers_render_with_mesa(tmp_path: Path) -> None:
-    ended = run(
-        SB3,
-        f"""
-        venv = SubprocVecEnv(bind_to_mesa({str(tmp_path)!r}), start_method="forkserver")
-        venv.reset()
-        answer = [[list(image.shape), float(image.std())] for image in venv.get_images()]
-        venv.close()
-        """,
-        CUDA_VISIBLE_DEVICES="1",
-    )
-    for shape, spread in ended.answer:
-        assert shape == [64, 64, 3]
-        assert spread > 10
+from tests.core.devices.run_code import environment
 
 
 @pytest.mark.slow

@@ -108,7 +108,8 @@ model.learn(256, callback=evaluation).save(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 def test_torchrun_trains_a_script(count: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]

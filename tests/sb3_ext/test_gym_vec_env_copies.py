@@ -88,16 +88,6 @@ def make_env_fns(*, reuses: bool = False) -> list[Callable[[], Any]]:
     return [functools.partial(Reporting, length, reuses) for length in LENGTHS]
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
-@pytest.mark.parametrize("copies", [True, False])
-@pytest.mark.parametrize(
-    "wrap", [lambda env: env, PassThrough, DictInfoToList], ids=["plain", "PassThrough", "DictInfoToList"]
-)
-def test_reused_outputs_are_copied(wrap: Any, copies: bool, mode: AutoresetMode) -> None:
-    env = wrap(SyncVectorEnv(make_env_fns(reuses=True), autoreset_mode=mode, copy=copies))
-    assert_equal(roll_out(GymVecEnv(env, infos="all")), roll_out(DummyVecEnv(make_env_fns())))
-
-
 @pytest.mark.parametrize("n_workers", [1, 2])
 def test_reused_outputs_in_workers_are_copied(n_workers: int) -> None:
     expected = roll_out(DummyVecEnv(make_env_fns()))
@@ -137,7 +127,6 @@ def reuse_buffer_in_method(env: Any) -> Any:
     buffer, step = np.empty((2, 2), np.float32), env.step
 
     def step_in_buffer(actions: Any) -> Any:
-        """Take a step, and return the observation in the shared array."""
         buffer[...], *others = step(actions)
         return buffer, *others
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import ale_py
-import gymnasium as gym
 import numpy as np
 import pytest
 from ale_py.vector_env import AtariVectorEnv
@@ -101,9 +99,3 @@ def test_ale_without_partial_resets_is_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(InvalidArgumentError, match=r"Use pip install 'ale-py>=0\.12\.1', or AtariVectorEnv"):
         GymVecEnv(make_breakout(AutoresetMode.NEXT_STEP))
     GymVecEnv(make_breakout(AutoresetMode.SAME_STEP)).close()
-
-
-def test_gym_vec_env_accepts_ale_vector_environment_made_by_id() -> None:
-    gym.register_envs(ale_py)
-    env = gym.make_vec("ALE/Pong-v5", num_envs=2, vectorization_mode="vector_entry_point")
-    assert GymVecEnv(env).reset().shape == (2, 4, 84, 84)

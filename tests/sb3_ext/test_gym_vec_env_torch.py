@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from sb3_ext import GymVecEnv, _vector_steps
+from sb3_ext import GymVecEnv
 from tests.torchrl_ext.environments import IsaacByIds
 
 
@@ -113,17 +113,3 @@ def test_spaces_of_other_libraries_are_converted_and_observation_key_selects_one
     env = Lab()
     del env.single_observation_space.spaces["policy"]
     assert set(GymVecEnv(env, clip_actions=1).reset()) == {"critic"}
-
-
-def test_tensors_are_copied_to_cpu_in_one_block() -> None:
-    tensors = [
-        torch.tensor([True, False, True]),
-        torch.arange(6.0).view(3, 2).t(),
-        torch.arange(3, dtype=torch.float64),
-        torch.zeros(0),
-        torch.tensor(7, dtype=torch.int16),
-    ]
-    arrays = _vector_steps._copy_in_one_block(tensors)
-    for array, tensor in zip(arrays, tensors, strict=True):
-        assert array.dtype == tensor.numpy().dtype
-        np.testing.assert_array_equal(array, tensor.numpy())

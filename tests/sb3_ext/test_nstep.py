@@ -41,12 +41,11 @@ def make_dqn(replay_buffer_class: Any = CompressedNStepReplayBuffer, **options: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("through", ["algorithm", "both"])
-def test_dqn_learns_same_weights_as_with_sb3s_buffer(through: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_dqn_learns_same_weights_as_with_sb3s_buffer(caplog: pytest.LogCaptureFixture) -> None:
     theirs = make_dqn(None, n_steps=3, gamma=0.9)
     theirs.learn(400)
     assert type(theirs.replay_buffer) is NStepReplayBuffer
-    options = {"replay_buffer_kwargs": {"n_steps": 3, "codec": "patch"}} if through == "both" else {}
+    options = {"replay_buffer_kwargs": {"n_steps": 3, "codec": "patch"}}
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING, "sb3_ext"):
         warnings.filterwarnings("ignore", "`n_steps=3` is ignored")
         ours = make_dqn(n_steps=3, gamma=0.9, **options)
@@ -89,15 +88,6 @@ def test_subclass_uses_gamma_of_algorithm() -> None:
     assert make_dqn(OwnConstructor, gamma=0.9).replay_buffer.gamma == 0.9
 
 
-def test_buffer_is_freed_without_garbage_collection() -> None:
-    gc.disable()
-    try:
-        buffer = weakref.ref(CompressedNStepReplayBuffer(10, spaces.Box(0, 255, (4, 12, 11), "u1"), ACTIONS))
-        assert buffer() is None
-    finally:
-        gc.enable()
-
-
 def test_buffer_created_during_training_ignores_algorithm() -> None:
     class BufferMaker(BaseCallback):
         """Callback that creates a buffer in the first step, and ends the training."""
@@ -134,3 +124,12 @@ def test_missing_dependencies_are_named_on_use() -> None:
     assert 'rl-ext[contrib]"' in said
     with pytest.raises(AttributeError, match="has no attribute 'Another'"):
         sb3_ext.Another  # noqa: B018
+
+
+def test_buffer_is_freed_without_garbage_collection() -> None:
+    gc.disable()
+    try:
+        buffer = weakref.ref(CompressedNStepReplayBuffer(10, spaces.Box(0, 255, (4, 12, 11), "u1"), ACTIONS))
+        assert buffer() is None
+    finally:
+        gc.enable()

@@ -111,7 +111,6 @@ def weight_explicitly(
     errors: list[th.Tensor] = []
 
     def weighted_loss(given: th.Tensor, target: th.Tensor, **options: Any) -> th.Tensor:
-        """Compute the loss, and the absolute TD errors."""
         buffer = model.replay_buffer
         plain = given.detach().clone().requires_grad_()
         (gradient,) = th.autograd.grad(scale * loss(plain, target, th.ones(BATCH)), plain)
@@ -131,13 +130,13 @@ def weight_explicitly(
         monkeypatch.setattr(module, loss_name, weighted_loss)
 
 
-@pytest.mark.sample(quick=3)
+@pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_an_explicitly_weighted_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cls, env, loss_name, loss, n_losses, options = CASES[name]
     # Other losses compute their gradients in another order, so the last bits differ.
     exact = name in ("dqn", "sac", "td3", "ddpg")
-    steps = (500 if name == "dqn" else 120) if exact else 60
+    steps = 120 if exact else 60
     models = [make_model(cls, env, **options).learn(steps)]
     models.append(make_model(cls, env, **options))
     weight_explicitly(monkeypatch, name, models[1], loss_name, loss, n_losses)
@@ -151,16 +150,6 @@ def test_training_equals_an_explicitly_weighted_loss(name: str, monkeypatch: pyt
     else:
         assert all(th.allclose(ours[key], theirs[key], rtol=1e-3, atol=1e-5) for key in ours)
         np.testing.assert_allclose(*priorities, rtol=1e-3)
-
-
-def test_dqn_errors_above_1_are_not_clipped() -> None:
-    class Rich(gym.RewardWrapper):
-        def reward(self, reward: Any) -> float:
-            return 100.0 * float(reward)
-
-    model = make_model(DQN, Rich(gym.make("CartPole-v1")))
-    model.learn(200)
-    assert model.replay_buffer.priorities.max() > 50
 
 
 @pytest.mark.skipif(
@@ -301,21 +290,6 @@ def test_folder_of_a_uniform_buffer_gets_priorities(tmp_path: Path) -> None:
         buffer.close()
 
 
-def test_hindsight_forgets_episodes_that_a_folder_has_lost(tmp_path: Path) -> None:
-    venv = make_reach_vec_env()
-    options = {"env": venv, "device": "cpu", "n_envs": 2, "storage_dir": tmp_path / "run", "resume": True}
-    arguments = 80, venv.observation_space, venv.action_space
-    buffer = CompressedHerReplayBuffer(*arguments, **options)
-    add_all([buffer], collect_transitions(venv, 25))
-    buffer._observations.store.drop_newest(10)
-    buffer.close()
-    buffer = CompressedHerReplayBuffer(*arguments, **options)
-    assert buffer.size() == 15
-    assert buffer.ep_length[:15].any()
-    assert not buffer.ep_length[15:].any()
-    buffer.close()
-
-
 def test_storage_dir_keeps_priorities(tmp_path: Path) -> None:
     buffer = make_buffer(200, storage_dir=tmp_path / "run", resume=True)
     fill(buffer, 60)
@@ -379,14 +353,6 @@ def test_critic_used_after_an_interrupt_is_left_alone(monkeypatch: pytest.Monkey
     assert np.array_equal(model.replay_buffer.priorities, before)
     model.train(1, BATCH)
     assert not np.array_equal(model.replay_buffer.priorities, before)
-
-
-def test_lambda_schedules_are_saved(tmp_path: Path) -> None:
-    model = make_model(DQN, "CartPole-v1", replay_buffer_kwargs={"beta": lambda progress: 0.25})
-    model.learn(60)
-    model.save_replay_buffer(tmp_path / "buffer")
-    model.load_replay_buffer(tmp_path / "buffer")
-    assert model.replay_buffer._current_beta() == 0.25
 
 
 def test_compiled_policies() -> None:
@@ -461,9 +427,7 @@ def test_losses_that_cannot_be_weighted_are_refused(registry: None) -> None:
         ({"alpha": -0.1}, InvalidArgumentError, "alpha=-0.1"),
         ({"alpha": "much"}, InvalidTypeError, "alpha='much': expected a number"),
         ({"beta": 1.5}, InvalidArgumentError, "beta=1.5: expected a number from 0 to 1"),
-        ({"beta": float("nan")}, InvalidArgumentError, "beta=nan"),
         ({"epsilon": 0}, InvalidArgumentError, "epsilon=0"),
-        ({"alpha": float("inf")}, InvalidArgumentError, "alpha=inf"),
     ],
 )
 def test_invalid_options(options: dict[str, Any], error: type[Exception], match: str, tmp_path: Path) -> None:
@@ -504,3 +468,36 @@ def test_threads_that_add_while_sampling() -> None:
     adder.join()
     assert (buffer.priorities > 0).all()
     assert buffer._tree.total == pytest.approx((buffer.priorities.astype(float) ** 0.6).sum())
+
+
+def test_dqn_errors_above_1_are_not_clipped() -> None:
+    class Rich(gym.RewardWrapper):
+        def reward(self, reward: Any) -> float:
+            return 100.0 * float(reward)
+
+    model = make_model(DQN, Rich(gym.make("CartPole-v1")))
+    model.learn(200)
+    assert model.replay_buffer.priorities.max() > 50
+
+
+def test_hindsight_forgets_episodes_that_a_folder_has_lost(tmp_path: Path) -> None:
+    venv = make_reach_vec_env()
+    options = {"env": venv, "device": "cpu", "n_envs": 2, "storage_dir": tmp_path / "run", "resume": True}
+    arguments = 80, venv.observation_space, venv.action_space
+    buffer = CompressedHerReplayBuffer(*arguments, **options)
+    add_all([buffer], collect_transitions(venv, 25))
+    buffer._observations.store.drop_newest(10)
+    buffer.close()
+    buffer = CompressedHerReplayBuffer(*arguments, **options)
+    assert buffer.size() == 15
+    assert buffer.ep_length[:15].any()
+    assert not buffer.ep_length[15:].any()
+    buffer.close()
+
+
+def test_lambda_schedules_are_saved(tmp_path: Path) -> None:
+    model = make_model(DQN, "CartPole-v1", replay_buffer_kwargs={"beta": lambda progress: 0.25})
+    model.learn(60)
+    model.save_replay_buffer(tmp_path / "buffer")
+    model.load_replay_buffer(tmp_path / "buffer")
+    assert model.replay_buffer._current_beta() == 0.25

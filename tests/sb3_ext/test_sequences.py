@@ -19,7 +19,6 @@ from sb3_ext import CompressedPrioritizedReplayBuffer, CompressedReplayBuffer, S
 from tests.sb3_ext.buffer_envs import (
     REPLAY,
     TransitionSource,
-    add_all,
     assert_equal_bits,
     collect_transitions,
     image_env,
@@ -102,7 +101,6 @@ def expected_samples(
                 next_obs[key][i, j] = pick(theirs.next_observations, key, place, env)
 
     def tensors(arrays: Any) -> Any:
-        """Return a dict of arrays, or the only array, as tensors."""
         found = {key: th.from_numpy(array) for key, array in arrays.items()}
         return found.get(None, found)
 
@@ -171,7 +169,6 @@ def test_sequences_are_normalized_and_padded_with_zeros(kind: str) -> None:
     ("arguments", "error", "text"),
     [
         ((0, 5), InvalidArgumentError, "batch_size=0 must be at least 1"),
-        ((4, 0), InvalidArgumentError, "length=0 must be at least 1"),
         ((4, 5, -1), InvalidArgumentError, "burn_in=-1 must be at least 0"),
         ((4, 5.0), InvalidTypeError, "length=5.0 must be a whole number"),
         ((4, 5), InvalidArgumentError, r"the buffer is empty, expected transitions. Call add\(\)"),
@@ -199,16 +196,6 @@ def test_buffers_of_other_samples_refuse_sequences(kind: str, text: str) -> None
         ours.sample_sequences(2, 3)
 
 
-def test_sequences_of_32_bit_draws_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = make_buffers("plain", 20, IMAGE, ACTIONS, 2)
-    source = TransitionSource(IMAGE, ACTIONS, 2)
-    add_all((ours, theirs), (source.step() for _ in range(17)))
-    randint = np.random.randint
-    # as on Windows with NumPy 1
-    monkeypatch.setattr(np.random, "randint", lambda *args, **options: randint(*args, dtype=np.int32, **options))
-    assert_same_sequences(ours, theirs, 1, length=5, burn_in=3)
-
-
 def test_sequences_are_consistent_while_other_threads_add() -> None:
     ours, _ = make_buffers("plain", 40, IMAGE, ACTIONS, 2, n_stack=3)
     source = TransitionSource(IMAGE, ACTIONS, 2, end_probability=0.05)
@@ -216,7 +203,6 @@ def test_sequences_are_consistent_while_other_threads_add() -> None:
     stop, turn = threading.Event(), threading.Lock()
 
     def add() -> None:
-        """Add transitions until the test ends."""
         while not stop.is_set():
             with turn:
                 ours.add(*source.step())

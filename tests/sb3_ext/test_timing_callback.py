@@ -73,15 +73,6 @@ def test_durations_of_environments_rollouts_and_updates_are_logged() -> None:
     assert all(row["time/update"] >= UPDATE for row in rows[1:])
 
 
-def test_durations_of_off_policy_training_are_means() -> None:
-    venv = DummyVecEnv([lambda: SlowEnv(cart_pole())])
-    rows = train(DQN, venv, VecEnvTimingCallback(), 120, learning_starts=0, buffer_size=200, train_freq=4)
-    assert len(rows) > 1
-    assert all(row["time/rollout"] >= 4 * STEP for row in rows)
-    assert all(row["time/update"] >= UPDATE for row in rows)
-    assert not any("time/env_step" in row for row in rows)  # DummyVecEnv measures nothing
-
-
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -94,3 +85,12 @@ def test_durations_of_off_policy_training_are_means() -> None:
 def test_callback_in_an_event_callback_is_refused(wrap: Callable[[Any], BaseCallback]) -> None:
     with pytest.raises(InvalidArgumentError, match=r"only at events.*callback=\[other_callback, VecEnvTiming"):
         train(PPO, DummyVecEnv([cart_pole]), wrap(VecEnvTimingCallback()), 64, **PPO_OPTIONS)
+
+
+def test_durations_of_off_policy_training_are_means() -> None:
+    venv = DummyVecEnv([lambda: SlowEnv(cart_pole())])
+    rows = train(DQN, venv, VecEnvTimingCallback(), 120, learning_starts=0, buffer_size=200, train_freq=4)
+    assert len(rows) > 1
+    assert all(row["time/rollout"] >= 4 * STEP for row in rows)
+    assert all(row["time/update"] >= UPDATE for row in rows)
+    assert not any("time/env_step" in row for row in rows)  # DummyVecEnv measures nothing

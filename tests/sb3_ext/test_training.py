@@ -15,7 +15,6 @@ from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecFrameStack, VecNormalize
 
-from sb3_ext import CompressedReplayBuffer
 from tests.sb3_ext.buffer_envs import REPLAY, ROLLOUT, check_equal_weights, dict_env, image_env, make_reach_vec_env
 
 
@@ -72,7 +71,6 @@ def test_weights_equal_those_with_sb3s_buffers(case: str) -> None:
         small["policy_kwargs"]["lstm_hidden_size"] = 8
 
     def make(buffer_class: Any) -> Any:
-        """Return a new model that uses a buffer class."""
         if issubclass(algorithm, OffPolicyAlgorithm):
             return algorithm(policy, env(), replay_buffer_class=buffer_class, **OFF_POLICY, **small)
         options = {"n_steps": 16, "batch_size": 16, "n_epochs": 2}
@@ -87,21 +85,3 @@ def test_weights_equal_those_with_sb3s_buffers(case: str) -> None:
     assert algorithm is not MaskablePPO or (model.rollout_buffer.action_masks == 0).any()
     if env is make_pong:
         assert (model.replay_buffer.n_stack, model.replay_buffer.codec) == (4, "patch")
-
-
-def test_frame_stack_is_detected_once_frames_differ() -> None:
-    """Equal frames fit every layout; the first frames that differ decide."""
-    venv = image_env(1, 1)
-    buffer = CompressedReplayBuffer(500, venv.observation_space, venv.action_space, "cpu")
-    still = np.full((1, 4, 36, 36), 9, dtype=np.uint8)
-    rest = (np.zeros(1), np.zeros(1), np.zeros(1), [{}])
-    for _ in range(10):
-        buffer.add(still, still, *rest)
-    assert buffer.n_stack == 1
-    before = venv.reset()
-    for _ in range(60):
-        after = venv.step([2])[0].copy()
-        buffer.add(before, after, *rest)
-        before = after
-    assert buffer.n_stack == 4
-    assert (np.asarray(buffer.observations[:10]) == 9).all()

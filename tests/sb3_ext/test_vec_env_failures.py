@@ -145,15 +145,14 @@ class SingleProcess(gym.Env[Any, Any]):
 
 
 def test_start_timeout_includes_copying_an_instance() -> None:
-    with pytest.raises(WorkerError, match=r"did not answer within 2 s"):
-        SharedMemoryVecEnv([SingleProcess()], start_timeout=2)
+    with pytest.raises(WorkerError, match=r"did not answer within 1 s"):
+        SharedMemoryVecEnv([SingleProcess()], start_timeout=1)
 
 
-@pytest.mark.parametrize(("n_workers", "worker", "how"), [(1, 0, "SIGSEGV"), (2, 1, "raise")])
-def test_error_names_environment_in_shared_worker(n_workers: int, worker: int, how: str) -> None:
+def test_error_names_environment_in_shared_worker() -> None:
     with expect_failure() as found:
-        run_episodes(make_failing_vec_env("step", how, at=2, n_workers=n_workers, start_method=FAST, step_timeout=60.0))
-    assert (found.value.worker, found.value.notes["environment"], found.value.seed) == (worker, 2, 42)
+        run_episodes(make_failing_vec_env("step", "SIGSEGV", at=2, n_workers=1, start_method=FAST, step_timeout=60.0))
+    assert (found.value.worker, found.value.notes["environment"], found.value.seed) == (0, 2, 42)
     assert str(found.value).startswith("environment 2 of 3 (seed 42), in step: ")
 
 
@@ -169,10 +168,9 @@ def test_worker_killed_between_calls_is_reported_at_next_call() -> None:
     venv.close()
 
 
-@pytest.mark.parametrize("n_workers", [1, 3])
-def test_unpicklable_info_key_is_named(n_workers: int) -> None:
+def test_unpicklable_info_key_is_named() -> None:
     with expect_failure() as found:
-        run_episodes(SharedMemoryVecEnv([Counting, Unpicklable, Counting], FAST, n_workers=n_workers))
+        run_episodes(SharedMemoryVecEnv([Counting, Unpicklable, Counting], FAST, n_workers=1))
     assert found.value.notes["environment"] == 1
     assert "info['lock'] cannot be pickled" in str(found.value)
     assert isinstance(found.value.__cause__, EnvironmentOutputError)
@@ -182,7 +180,6 @@ BOX, BYTES = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(0, 255, (2,), np.ui
 NO_ARRAYS = spaces.Dict(a=spaces.Tuple((spaces.Discrete(2), spaces.Sequence(spaces.Discrete(2)))))
 WRONG = [
     (BOX, np.zeros(4, np.float32), "the observation has the shape (4,) where the observation space says (3,)"),
-    (spaces.Dict(a=BOX, b=BYTES), {"a": np.zeros(3, np.float32), "b": np.zeros(3, np.uint8)}, "observation['b'] has"),
     (spaces.Tuple((BOX, BYTES)), (np.zeros(3, np.float32), np.full(3, 1)), "observation[1] has the shape (3,)"),
 ]
 
@@ -251,11 +248,11 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     venv.close()
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_copies_are_refused(duplicate: Any) -> None:
+def test_copies_are_refused() -> None:
     venv = SharedMemoryVecEnv([Counting] * 2, FAST)
-    with pytest.raises(NotCopyableError, match=r"cannot be copied or pickled.*SharedMemoryVecEnv\(env_fns\)"):
-        duplicate(venv)
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(NotCopyableError, match=r"cannot be copied or pickled.*SharedMemoryVecEnv\(env_fns\)"):
+            duplicate(venv)
     venv.reset()
     venv.close()
 
@@ -281,7 +278,7 @@ def test_invalid_arguments_are_refused(env_fns: Any, options: Any, kind: type[Ex
     assert no_workers()
 
 
-@pytest.mark.parametrize(("when", "info"), [("reset", None), ("step", []), ("step", "fine"), ("end", None)])
+@pytest.mark.parametrize(("when", "info"), [("reset", None), ("end", [])])
 def test_info_of_invalid_type_is_refused(when: str, info: Any) -> None:
     method = "reset" if when == "reset" else "step"
     said = rf"environment 1 of 3.*in {method}: raised .*{method}\(\) returned an info of type {type(info).__name__}"

@@ -50,10 +50,9 @@ def use_own_env() -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("options", [{}, {"restart": "truncate", "step_timeout": 60.0}], ids=["plain", "restarting"])
-def test_forked_process_cannot_use_or_end_the_workers(options: dict[str, Any]) -> None:
+def test_forked_process_cannot_use_or_end_the_workers() -> None:
     multiprocessing.active_children()  # joins ended processes of other tests, which the exit below would wait for
-    venv = SharedMemoryVecEnv([Counting] * 2, "fork", **options)
+    venv = SharedMemoryVecEnv([Counting] * 2, "fork", restart="truncate", step_timeout=60.0)
     venv.reset()
     for call in REFUSED:
         text = result_in_fork(lambda call=call: call(venv))

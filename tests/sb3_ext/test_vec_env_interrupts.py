@@ -100,7 +100,6 @@ def test_calls_after_interrupted_call_match_dummy_vec_env(
     venv, model = SharedMemoryVecEnv([World] * 3, FAST, **OPTIONS[options]), DummyVecEnv([World] * 3)
 
     def prepare() -> Callable[[], Any]:
-        """Check that all environments work, and return the call to interrupt."""
         assert_equals_dummy(venv, model)
         return lambda: CALLS[call](venv)
 
@@ -133,7 +132,6 @@ def test_second_close_completes_interrupted_close(options: str, begun: bool, eve
     made: list[SharedMemoryVecEnv] = []
 
     def prepare() -> Callable[[], Any]:
-        """Create a VecEnv, and return its ``close``."""
         made.append(SharedMemoryVecEnv([World] * 2, FAST, **OPTIONS[options]))
         made[-1].reset()
         if begun:
@@ -156,7 +154,6 @@ def test_second_close_completes_interrupted_close(options: str, begun: bool, eve
 @denser
 def test_interrupted_start_leaves_no_workers(every: int) -> None:
     def prepare() -> Callable[[], Any]:
-        """Return a function that creates and closes a VecEnv."""
         return lambda: SharedMemoryVecEnv([World] * 2, FAST).close()
 
     for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):

@@ -59,7 +59,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(quick=6)
+@pytest.mark.sample(quick=3, ci=14)
 @pytest.mark.parametrize(("observations", "actions", "rewards", "infos", "n_workers"), CASES)
 def test_rollouts_equal_those_of_subproc_vec_env(
     observations: str, actions: str, rewards: str, infos: bool, n_workers: int | None
@@ -77,10 +77,8 @@ def test_rollouts_equal_those_of_subproc_vec_env(
 @pytest.mark.parametrize(
     ("space", "actions"),
     [
-        ("Discrete", [np.array([1, 2, 3], np.int32), [1, 2, 3], (np.int64(1), 2.0, True), np.array([1.0, 2.0, 3.0])]),
-        ("Discrete", [np.array([[1], [2], [3]]), np.array([1, 2, 3])[::-1], np.arange(6)[::2]]),
-        ("Box", [np.ones((3, 2)), np.ones((3, 2), int), [[1, 2]] * 3, np.ones((2, 3), np.float32).T]),
-        ("Box", [np.ones((3, 2), np.float16), np.ones((3, 1), np.float32), np.array([None, "a", 3], object)]),
+        ("Discrete", [np.array([1, 2, 3], np.int32), (np.int64(1), 2.0, True), np.array([[1], [2], [3]])]),
+        ("Box", [np.ones((3, 2), int), [[1, 2]] * 3, np.ones((2, 3), np.float32).T, np.array([None, "a", 3], object)]),
     ],
 )
 def test_actions_of_other_dtypes_and_shapes_arrive_unchanged(space: str, actions: list[Any]) -> None:
@@ -101,31 +99,25 @@ def test_seeds_and_options_apply_to_next_reset_only() -> None:
         assert ours.reset_infos == [{"seed": None, "options": None}] * 3
 
 
-@pytest.mark.parametrize("space", ["Box", "Dict"])
-def test_last_observation_is_copied_if_environments_reuse_their_array(space: str) -> None:
+def test_last_observation_is_copied_if_environments_reuse_their_array() -> None:
     """SB3's workers pickle it after the reset has overwritten it."""
-    build = functools.partial(ReusedArrayEnv, space, infos=False)
     actions = [np.zeros(2, np.int64)] * 30
-    ours = SharedMemoryVecEnv([build] * 2, FAST, n_workers=1)
-    sane = SharedMemoryVecEnv([functools.partial(RandomEnv, space, infos=False)] * 2, FAST)
-    try:
-        seen = rollout(ours, actions)
-        assert_equal(seen, rollout(sane, actions))
-        assert any("terminal_observation" in info for step in seen[2:] for info in step[3])
-    finally:
-        ours.close()
-        sane.close()
+    found = []
+    for kind in (ReusedArrayEnv, RandomEnv):
+        venv = SharedMemoryVecEnv([functools.partial(kind, "Dict", infos=False)] * 2, FAST, n_workers=1)
+        found.append(rollout(venv, actions))
+        venv.close()
+    assert_equal(*found)
+    assert any("terminal_observation" in info for step in found[0][2:] for info in step[3])
 
 
 @pytest.mark.parametrize(
     ("space", "observation"),
     [
         (spaces.Box(0, 255, (2,), np.uint8), np.array([3, 200])),
-        (spaces.Box(0, 255, (2,), np.uint8), np.array([3.0, 200.0])),
         (spaces.Box(0, 255, (2,), np.uint8), np.array([0.5, 1.75], np.float32)),
         (spaces.Box(0, 255, (2,), np.uint8), np.array([3, 300])),
         (spaces.Box(-9, 9, (2,), np.float32), np.array([1, 2])),
-        (spaces.Discrete(3), np.float64(1.5)),
         (spaces.Dict(a=spaces.Box(0, 255, (1,), np.uint8)), {"a": np.array([-1])}),
     ],
 )
@@ -147,10 +139,9 @@ def test_observations_of_other_dtypes_equal_those_of_dummy_vec_env(space: Any, o
     assert said == ([] if fits else [text])
 
 
-@pytest.mark.parametrize("rewards", ["large int", "bool"])
-def test_auto_vec_env_in_workers_returns_results_of_dummy_vec_env(rewards: str) -> None:
+def test_auto_vec_env_in_workers_returns_results_of_dummy_vec_env() -> None:
     """SubprocVecEnv returns rewards in the environments' dtype, DummyVecEnv as float32."""
-    build = functools.partial(RandomEnv, rewards=rewards)
+    build = functools.partial(RandomEnv, rewards="large int")
     chosen, theirs = AutoVecEnv([build] * 2, isolation="process", start_method=FAST), DummyVecEnv([build] * 2)
     assert isinstance(chosen, SharedMemoryVecEnv)
     for venv in (chosen, theirs):
@@ -204,9 +195,8 @@ def call_methods(venv: VecEnv) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("n_workers", [1, 2, 3])
-def test_methods_return_results_of_subproc_vec_env(n_workers: int) -> None:
-    with open_vec_env_pair([make_wrapped_env] * 3, n_workers=n_workers) as (ours, theirs):
+def test_methods_return_results_of_subproc_vec_env() -> None:
+    with open_vec_env_pair([make_wrapped_env] * 3, n_workers=2) as (ours, theirs):
         assert_equal(call_methods(ours), call_methods(theirs))
 
 

@@ -100,4 +100,4 @@ print("well")
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
 def test_classes_of_main_script_cross_processes_in_every_launch_mode(launch_mode: str, tmp_path: Path) -> None:
-    assert run_program(launch_mode, TEXT, tmp_path).strip() == "well"
+    assert run_program(launch_mode, TEXT, tmp_path, preloaded="sb3").strip() == "well"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests import programs
 from tests.core.processes.test_scripts import LIMIT_S, Program, delete_pymp_folders, find_session, program
 
 __all__ = ["program"]
@@ -204,7 +204,6 @@ del keeper, start
     ],
 )
 def test_environments_that_outlive_modules_at_exit_raise_nothing(make: str, in_thread: bool, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(KEPT_AT_EXIT.format(make=make, in_thread=in_thread))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=LIMIT_S)
+    text = KEPT_AT_EXIT.format(make=make, in_thread=in_thread)
+    done = programs.run(text, "sb3", cwd=tmp_path, timeout_s=LIMIT_S)
     assert (done.returncode, done.stderr) == (0, "")

@@ -322,7 +322,6 @@ class SameStep:
         """Return one row's observation, without the batch axis."""
 
         def take_first(value: Any) -> Any:
-            """Return the first row of an array, or of all arrays in a dict."""
             return {key: take_first(part) for key, part in value.items()} if isinstance(value, dict) else value[0]
 
         return take_first(self.observation([row]))

@@ -34,7 +34,6 @@ def check_against_single_environments(rollout: Any, makers: list[Any], seed: int
     key: Any = ("inner", "place") if ("inner", "place") in rollout.keys(True) else "observation"
 
     def place_of(observation: Any) -> Any:
-        """Return the vector in an observation, which may be a nested dict."""
         return observation["inner"]["place"] if isinstance(observation, dict) else observation
 
     actions = rollout["action"].argmax(-1)
@@ -54,15 +53,6 @@ def check_against_single_environments(rollout: Any, makers: list[Any], seed: int
             assert after["done"].item() == (after["terminated"] | after["truncated"]).item()
             if after["done"]:
                 observation, _ = env.reset()
-
-
-def test_async_vector_env_without_shared_memory_is_rejected() -> None:
-    env = GymWrapper(make_vector_env(DictWalk, 2, "NextStep", asynchronous=True, shared_memory=False))
-    try:
-        with pytest.raises(InvalidArgumentError, match="shared_memory"):
-            env.reset()
-    finally:
-        env.close(raise_if_closed=False)
 
 
 @pytest.mark.sample
@@ -207,14 +197,6 @@ def test_autoreset_mode_is_read_from_attribute_or_inferred_from_final_obs() -> N
             assert is_consecutive(rollout, "observation")
 
 
-@pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
-def test_gpu_code_path_of_next_step_and_disabled_modes_matches_single_environments(mode: str) -> None:
-    env = GymWrapper(make_vector_env(Walk, 3, mode))
-    env.reset()
-    env.__dict__["_engine"]._finds_done_rows = False
-    check_against_single_environments(seeded_rollout(env, 40), [Walk], 3)
-
-
 # -- partial resets of environments of other libraries
 
 
@@ -237,19 +219,6 @@ def test_environments_without_partial_resets_are_detected() -> None:
                 wrapped.reset(now.clone().set("_reset", torch.tensor([[True], [False], [False], [False]])))
     all_at_once = GymWrapper(Isaac(3, lengths=[9] * 3)).append_transform(StepCounter(4))  # never needs a partial reset
     assert all_at_once.rollout(12, break_when_any_done=False)["policy"][..., 2].max() == 3
-
-
-def test_torch_environments_reset_by_env_ids() -> None:
-    env = GymWrapper(IsaacByIds(4, lengths=[2, 9, 9, 3], final_obs=True))
-    env.set_seed(0)
-    data = env.reset()
-    for _ in range(2):
-        data = env.step_mdp(env.step(env.rand_action(data)))
-    # Row 0 is done and has reset itself, row 2 is requested, and rows 1 and 3 continue.
-    data = env.reset(data.set("_reset", torch.tensor([[True], [False], [True], [False]])))
-    assert data["policy"][:, 2].tolist() == [0, 2, 0, 2]
-    assert data["policy"][:, 1].tolist() == [3, 2, 3, 2]
-    assert not data["done"].any()
 
 
 def test_reset_without_a_readable_signature_is_used_for_full_and_partial_resets() -> None:

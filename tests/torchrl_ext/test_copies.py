@@ -20,7 +20,7 @@ from torchrl.data import Unbounded
 from torchrl.envs import StepCounter, check_env_specs
 
 from tests.torchrl_ext.comparison import assert_same, make_vector_env, seeded_rollout, storage_pointers, tensors
-from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, SameStep, SamplingEnv, Walk, box
+from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, SamplingEnv, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
 AGE = [Unbounded((), dtype=torch.int64)]
@@ -28,9 +28,7 @@ ENVIRONMENTS: dict[str, Any] = {
     "by its id": lambda: GymEnv("CartPole-v1"),
     "nested": lambda: GymWrapper(DictWalk()),
     "batch": lambda: GymWrapper(make_vector_env(Walk, 3, "SameStep")),
-    "CartPole": lambda: GymWrapper(gymnasium.make_vec("CartPole-v1", num_envs=3)),
     "torch batch": lambda: GymWrapper(IsaacByIds(3, final_obs=True)),
-    "torch batch that remembers": lambda: GymWrapper(Isaac(3), missing_final_obs="previous"),
     "with infos": lambda: GymWrapper(Walk()).set_info_dict_reader(upstream.default_info_dict_reader(["age"], spec=AGE)),
     "under a transform": lambda: GymWrapper(make_vector_env(Walk, 3, "NextStep")).append_transform(StepCounter(4)),
 }
@@ -41,7 +39,7 @@ COPIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(quick=5)
+@pytest.mark.sample(quick=4, ci=8)
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_copies_continue_with_the_same_data(name: str, way: str) -> None:
@@ -54,7 +52,6 @@ def test_copies_continue_with_the_same_data(name: str, way: str) -> None:
     other, state = COPIES[way](env), data.to("cpu") if way == "to" else data.clone()
 
     def continue_rollout(env: Any, data: Any) -> Any:
-        """Take 20 more seeded steps, and return their data."""
         torch.manual_seed(1)
         seen = []
         for _ in range(20):
@@ -71,9 +68,9 @@ def test_copies_continue_with_the_same_data(name: str, way: str) -> None:
     check_env_specs(other)
 
 
-@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("way", ["pickle", "deepcopy"])
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-@pytest.mark.parametrize(("at", "lengths"), [(1, (2, 3, 4)), (5, (2, 3, 4)), (1, (2, 2, 2))])
+@pytest.mark.parametrize(("at", "lengths"), [(1, (2, 3, 4)), (1, (2, 2, 2))])
 def test_copy_between_step_and_reset_resets_each_row_once(
     mode: str, way: str, at: int, lengths: tuple[int, ...]
 ) -> None:
@@ -122,22 +119,6 @@ def test_numpy_to_torch_wrapper_matches_numpy(make: Any) -> None:
     for env in (GymWrapper(wrappers.NumpyToTorch(make()), **kwargs) for kwargs in ({}, {"env_type": "torch"})):
         assert_same(seeded_rollout(env, 80), seeded_rollout(plain, 80))
         check_env_specs(env)
-
-
-@pytest.mark.parametrize("mode", ["NextStep", "Disabled"])  # gymnasium's wrapper does not convert final_obs
-def test_numpy_to_torch_vector_wrapper_matches_numpy(mode: str) -> None:
-    env = GymWrapper(wrappers.vector.NumpyToTorch(make_vector_env(Walk, 3, mode)))
-    assert_same(seeded_rollout(env, 40), seeded_rollout(GymWrapper(make_vector_env(Walk, 3, mode)), 40))
-
-
-@pytest.mark.slow
-def test_compiled_step_matches_eager_step() -> None:
-    plain, compiled = GymWrapper(Walk()), GymWrapper(Walk())
-    compiled.compile(backend="eager")
-    try:
-        assert_same(seeded_rollout(compiled, 12), seeded_rollout(plain, 12))
-    finally:
-        compiled.eager()
 
 
 class ReusesBuffer(Walk):
@@ -190,30 +171,11 @@ def test_dict_with_the_same_array_twice_is_stored_twice() -> None:
     assert len(storage_pointers([data["a"], data["b"]])) == 2
 
 
-def test_arrays_that_torch_cannot_wrap_are_copied() -> None:
-    class Odd(Walk):
-        """Read-only and reversed arrays, and arrays of the other byte order."""
-
-        observation_space = spaces.Dict({name: box(4) for name in "abc"})  # type: ignore[assignment]
-
-        def observation(self) -> Any:
-            array = super().observation()
-            locked = array.copy()
-            locked.flags.writeable = False
-            return {"a": locked, "b": array[::-1].copy()[::-1], "c": array.astype(">f4")}
-
-    for data in play(GymWrapper(Odd(), copy=False), 12):
-        for part in (data, data["next"]) if "next" in data.keys() else (data,):  # noqa: SIM118
-            assert part["a"].tolist() == part["b"].tolist() == part["c"].tolist()
-
-
 INNER: dict[str, Any] = {
     "NumPy": lambda: ReusesBuffer(BUFFERS[0]()),
     "torch": lambda: ReusesBuffer(BUFFERS[1]()),
     "Isaac": lambda: Isaac(4, final_obs=True),
-    "Isaac, lost": lambda: Isaac(4),
     "Isaac by ids": lambda: IsaacByIds(4, final_obs=True, overwrites_actions=True),
-    "batch of torch": lambda: SameStep([2, 3], "batch", torch_tensors=True),
     "Sync": lambda: make_vector_env(Walk, 3, "SameStep", copy=False),
     "Sync of Dicts": lambda: make_vector_env(DictWalk, 3, "NextStep", copy=False),
 }
@@ -283,3 +245,20 @@ def test_environment_may_overwrite_its_actions(space: Any, torch_tensors: bool, 
         for leaf in leaves(inner.received[-1]):
             leaf[...] = 1 - leaf
         assert_same(data.select(*env.action_keys), given)
+
+
+def test_arrays_that_torch_cannot_wrap_are_copied() -> None:
+    class Odd(Walk):
+        """Read-only and reversed arrays, and arrays of the other byte order."""
+
+        observation_space = spaces.Dict({name: box(4) for name in "abc"})  # type: ignore[assignment]
+
+        def observation(self) -> Any:
+            array = super().observation()
+            locked = array.copy()
+            locked.flags.writeable = False
+            return {"a": locked, "b": array[::-1].copy()[::-1], "c": array.astype(">f4")}
+
+    for data in play(GymWrapper(Odd(), copy=False), 12):
+        for part in (data, data["next"]) if "next" in data.keys() else (data,):  # noqa: SIM118
+            assert part["a"].tolist() == part["b"].tolist() == part["c"].tolist()

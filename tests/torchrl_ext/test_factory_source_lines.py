@@ -73,4 +73,5 @@ PARALLEL = script_with_pools(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
 def test_objects_of_the_main_module_reach_workers_unchanged(launch_mode: str, tmp_path: Path) -> None:
-    assert "as expected" in run_program(launch_mode, DEFINITIONS + CHECKS + PARALLEL, tmp_path)
+    text = DEFINITIONS + CHECKS + PARALLEL
+    assert "as expected" in run_program(launch_mode, text, tmp_path, preloaded="torchrl")

@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict
+from tensordict import LazyStackedTensorDict
 from torch import nn
 from torchrl import envs as upstream
 from torchrl._utils import implement_for
@@ -20,7 +20,7 @@ from torchrl.collectors import Collector
 from torchrl.data import Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase, StepCounter, TransformedEnv, default_info_dict_reader
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.errors import InvalidTypeError
 from tests.torchrl_ext.comparison import assert_same, make_vector_env, seeded_rollout
 from tests.torchrl_ext.environments import DictWalk, Isaac, Walk, WalkWithoutInfos
 from torchrl_ext import GymEnv, GymWrapper
@@ -66,10 +66,6 @@ def test_rollouts_transforms_and_collectors_use_the_fast_path(make: Any) -> None
     assert calls == []
 
 
-class MarkedTensorDict(TensorDict):
-    """Subclass of TensorDict, which might change its behavior."""
-
-
 def set_names(env: Any, data: Any) -> Any:
     """Name the dimension of a TensorDict, and return it."""
     data.names = ["env"]
@@ -78,19 +74,16 @@ def set_names(env: Any, data: Any) -> Any:
 
 UNUSUAL_DATA: dict[str, Callable[[Any, Any], Any]] = {
     "locked": lambda env, data: data.lock_(),
-    "next": lambda env, data: data.set("next", TensorDict({"extra": torch.ones(*env.batch_size, 1)}, env.batch_size)),
     "some steps": lambda env, data: data.set("_step", torch.zeros(*env.batch_size, 1, dtype=torch.bool)),
     "text": lambda env, data: data.set_non_tensor("note", "a sentence"),
-    "nested text": lambda env, data: data.set("deep", TensorDict({}, env.batch_size).set_non_tensor("note", "text")),
     "parameter": lambda env, data: data.set("weight", nn.Parameter(torch.ones(*env.batch_size, 2))),
-    "subclassed": lambda env, data: MarkedTensorDict(data.to_dict(), batch_size=data.batch_size),
     "on a device": lambda env, data: data.to("cpu"),
     "lazy": lambda env, data: LazyStackedTensorDict(*data.unbind(0), stack_dim=0),
     "named": set_names,
 }
 
 
-@pytest.mark.sample(quick=12, ci=30)
+@pytest.mark.sample(quick=8, ci=30)
 @pytest.mark.parametrize(
     ("name", "unusual"),
     [
@@ -126,7 +119,7 @@ def test_unusual_data_uses_upstream_methods(name: str, unusual: str, method: str
 
     with record_upstream_calls() as calls:
         ours = play(GymWrapper)
-    if not (unusual in ("text", "parameter", "nested text") and method == "step"):  # a single step carries nothing over
+    if not (unusual in ("text", "parameter") and method == "step"):  # a single step carries nothing over
         assert method in calls
     for one, other in zip(ours, play(upstream.GymWrapper), strict=True):
         if isinstance(other, type):
@@ -295,7 +288,6 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_environment_option_or_spec_takes_effect(name: str, played: bool) -> None:
     def rollout(cls: Any) -> Any:
-        """Change a new or used environment, and return a seeded rollout."""
         env = cls(Walk())
         if played:
             env.rollout(4)
@@ -303,13 +295,6 @@ def test_changed_environment_option_or_spec_takes_effect(name: str, played: bool
         return seeded_rollout(env, 30)
 
     assert_same(rollout(GymWrapper), rollout(upstream.GymWrapper))
-
-
-def test_changed_spec_entry_takes_effect() -> None:
-    env = GymWrapper(Walk(), spec_locked=False)
-    env.rollout(3)
-    env.observation_spec["observation"] = Unbounded((4,), dtype=torch.float64)
-    assert env.rollout(3)["observation"].dtype is torch.float64
 
 
 def test_vector_env_replaced_between_step_and_reset_is_fully_reset() -> None:
@@ -322,13 +307,6 @@ def test_vector_env_replaced_between_step_and_reset_is_fully_reset() -> None:
     data = env.maybe_reset(data)
     rollout = env.rollout(5, break_when_any_done=False, auto_reset=False, tensordict=data)
     assert rollout["next", "observation"][:, :, 1].tolist()[0] == [1, 2, 3, 4, 5]
-
-
-def test_reward_spec_without_reward_key_is_rejected() -> None:
-    env = GymWrapper(Walk())
-    env.reward_spec = Composite(gain=Unbounded((1,)))
-    with pytest.raises(InvalidArgumentError, match=r"the rewards \['gain'\].*expected 'reward'"):
-        env.rollout(2)
 
 
 def test_wrappers_work_in_place_of_torchrls_classes(monkeypatch: pytest.MonkeyPatch) -> None:

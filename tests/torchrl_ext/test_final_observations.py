@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from torchrl.envs import RenameTransform, TransformedEnv, check_env_specs
+from torchrl.envs import check_env_specs
 
 from rl_ext_core.errors import EnvironmentOutputError
-from tests.torchrl_ext.comparison import assert_same, make_vector_env
-from tests.torchrl_ext.environments import IsaacByIds, SameStep, Walk
+from tests.torchrl_ext.comparison import make_vector_env
+from tests.torchrl_ext.environments import SameStep, Walk
 from torchrl_ext import GymWrapper
 
-LENGTHS = {"apart": [2, 3, 5], "all at once": [3, 3, 3], "every step": [1, 1, 4], "one": [2]}
+LENGTHS = {"apart": [2, 3, 5], "all at once": [3, 3, 3], "every step": [1, 1, 4]}
 libraries = pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
 # On a GPU, a step does not read which rows are done. The same code also runs on the CPU.
 ways = pytest.mark.parametrize("finds_done_rows", [True, False], ids=["as on a CPU", "as on a GPU"])
@@ -49,7 +49,7 @@ def check_chain(rollout: Any, place: Any = "observation") -> None:
     assert torch.equal(after[done[:, :-1]], torch.stack([begun[:, 0], begun[:, 1] + 1, torch.zeros(len(begun))], -1))
 
 
-@pytest.mark.sample(quick=30, ci=48)
+@pytest.mark.sample(quick=12, ci=40)
 @pytest.mark.parametrize("form", SameStep.FORMS)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @nesting
@@ -74,7 +74,7 @@ def test_final_observations_are_read_in_every_form(
 
 @ways
 @libraries
-@pytest.mark.parametrize("info", [{}, None, ["nothing"] * 3, "nothing"], ids=str)
+@pytest.mark.parametrize("info", [{}, ["nothing"] * 3], ids=str)
 def test_missing_final_observations_are_nan_or_previous(info: Any, torch_tensors: bool, finds_done_rows: bool) -> None:
     for missing, nested in (("nan", True), ("previous", True), ("previous", False)):
         inner = SameStep([1, 2, 5], None, nested=nested, torch_tensors=torch_tensors)
@@ -119,11 +119,7 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
     "none for one that is done": ("objects", lambda final: np.full(2, None, object), "has no entry for .*0"),
     "of another shape": ("list", always_rows(np.zeros(4), np.zeros(4)), r"shape \(1, 4\).*\(1, 3\)"),
     "of one number, which would be spread": ("list", always_rows(*[np.zeros(1)] * 2), r"shape \(1, 1\).*\(1, 3\)"),
-    "of several shapes": ("list", always_rows(np.zeros(3), np.zeros((2, 2))), "final_obs"),
     "too few": ("list", always_rows(*[np.zeros(3)] * 3), "3 rows; expected 2"),
-    "no rows": ("batch", lambda final: 5.0, "float"),
-    "text": ("batch", lambda final: np.array(["a", "b"]), "makes no tensor"),
-    "a dict": ("batch", lambda final: {"observation": np.zeros((2, 3))}, "dict"),
     "no nested dict": ("nested", lambda final: {"kind": final["kind"]}, "no 'inner'.*holds.*kind"),
     "no nested entry": (
         "nested",
@@ -132,7 +128,6 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
     ),
     "an entry for a dict": ("nested", lambda final: {**final, "inner": final["kind"]}, "final_obs inner is of type"),
     "fractions": ("nested", lambda final: {**final, "kind": final["kind"] + 0.5}, "final_obs kind.*float.*int64"),
-    "no dict": ("nested", lambda final: final["kind"], "dict"),
 }
 
 
@@ -189,7 +184,6 @@ def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bo
     final = inner.final_observations
 
     def to_double_with_graph(value: Any) -> Any:
-        """Convert tensors to float64 with an autograd graph."""
         if isinstance(value, list):
             return [to_double_with_graph(part) for part in value]
         return value if value is None else value.double().requires_grad_() * 1
@@ -199,35 +193,6 @@ def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bo
     assert not rollout["next", "observation"].requires_grad
     assert rollout["next", "observation"].dtype is torch.float32
     check_chain(rollout)
-
-
-def test_gpu_code_path_equals_cpu_code_path() -> None:
-    def rollout(finds_done_rows: bool, **kwargs: Any) -> Any:
-        """Roll out seeded steps on one of both code paths."""
-        env = wrap(IsaacByIds(5, final_obs=True), finds_done_rows=finds_done_rows, **kwargs)
-        env.set_seed(0)
-        torch.manual_seed(0)
-        data = env.reset().set("hidden", torch.ones(5, 2))
-        steps = []
-        for _ in range(15):
-            before, data = env.step_and_maybe_reset(env.rand_action(data))
-            steps += [before, data.copy()]
-        return torch.stack([step.exclude("next") for step in steps]), torch.stack([step["next"] for step in steps[::2]])
-
-    for one, other in zip(rollout(True), rollout(False), strict=True):
-        assert_same(one, other)
-
-
-def test_substituted_final_observations_are_the_same_under_a_rename_transform() -> None:
-    def rollout(*transforms: Any) -> Any:
-        """Roll out seeded steps under these transforms."""
-        env = TransformedEnv(wrap(IsaacByIds(3), missing_final_obs="previous"), *transforms)
-        env.set_seed(0)
-        torch.manual_seed(0)
-        return env.rollout(8, break_when_any_done=False)
-
-    plain, renamed = rollout(), rollout(RenameTransform(["policy"], ["else"]))
-    assert torch.equal(renamed["next", "else"], plain["next", "policy"])
 
 
 def test_final_observation_of_a_key_that_torchrl_renames_is_found() -> None:

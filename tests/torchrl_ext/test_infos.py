@@ -14,7 +14,7 @@ from torchrl.envs import check_env_specs, default_info_dict_reader
 from rl_ext_core.errors import EnvironmentOutputError
 from tests.torchrl_ext.comparison import assert_same_rollouts, make_vector_env, seeded_rollout
 from tests.torchrl_ext.environments import IsaacByIds, SameStep, Walk
-from torchrl_ext import GymEnv, GymWrapper
+from torchrl_ext import GymWrapper
 
 LONG = {"age": Unbounded((), dtype=torch.int64), "length": Unbounded((), dtype=torch.int64)}
 
@@ -76,7 +76,6 @@ def test_custom_info_reader_gets_infos_without_final_entries() -> None:
     seen: list[Any] = []
 
     def read_half_age(info: Any, data: Any) -> Any:
-        """Record the infos, and store half of their age."""
         seen.append(info)
         return data.set("half", torch.as_tensor(info["age"]) / 2)
 
@@ -103,7 +102,6 @@ def report_info(inner: Any, name: str, value: Any) -> Any:
     step = inner.step
 
     def step_and_report(action: Any) -> Any:
-        """Step, and add the value to the infos."""
         *result, info = step(action)
         return (*result, {**info, name: value()})
 
@@ -165,24 +163,18 @@ def test_final_infos_replace_those_of_the_reset(form: str) -> None:
 
 VALUES: dict[str, Any] = {
     "a float": (1.5, torch.float64),
-    "an integer": (3, torch.int64),
     "a boolean": (True, torch.bool),
-    "a NumPy boolean": (np.bool_(True), torch.bool),
-    "a NumPy number": (np.float32(2.5), torch.float32),
-    "a list": ([1.0, 2.0], torch.float64),
-    "an array": (np.arange(3), torch.int64),
     "an array of objects": (np.array([1, 2], object), torch.int64),
     "a tensor": (torch.ones(2), torch.float32),
 }
 
 
-@pytest.mark.parametrize("mode", [None, "NextStep", "SameStep", "Disabled"])
+@pytest.mark.parametrize("mode", [None, "SameStep"])
 @pytest.mark.parametrize("name", VALUES)
 def test_auto_register_info_dict_registers_numbers_of_all_dtypes(name: str, mode: str | None) -> None:
     value, dtype = VALUES[name]
 
     def make_env() -> Any:
-        """Make an environment that reports the value."""
         return report_info(Walk(3, 5), "value", lambda: value)
 
     env = GymWrapper(make_vector_env(make_env, 2, mode) if mode else make_env()).auto_register_info_dict()
@@ -194,16 +186,12 @@ def test_auto_register_info_dict_registers_numbers_of_all_dtypes(name: str, mode
 
 
 @pytest.mark.parametrize("count", [None, 2])
-@pytest.mark.parametrize(
-    "value", ["left", np.array("left"), object(), [1, [2, 3]], ["a"]], ids=lambda value: type(value).__name__
-)
+@pytest.mark.parametrize("value", ["left", object(), [1, [2, 3]]], ids=lambda value: type(value).__name__)
 def test_infos_that_are_not_numbers_are_rejected(value: Any, count: int | None) -> None:
     def make_env() -> Any:
-        """Make an environment that reports the value."""
         return report_info(Walk(3, 3), "value", lambda: value)
 
     def wrap_env() -> Any:
-        """Wrap one environment, or a batch of them."""
         return GymWrapper(make_vector_env(make_env, count, "SameStep") if count else make_env())
 
     with pytest.raises(EnvironmentOutputError, match=r"info 'value' .*Name the keys to read: ") as caught:
@@ -228,25 +216,3 @@ def test_none_in_infos_counts_as_absent() -> None:
     spec = {"goal": Unbounded((), dtype=torch.float64)}
     env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(list(spec), spec=spec))
     assert env.rollout(6, break_when_any_done=False)["next", "goal"].tolist() == [0, 2.5, 0, 0, 2.5, 0]
-
-
-def test_info_dtype_comes_from_steps_and_not_from_resets() -> None:
-    env = GymEnv("FrozenLake-v1").auto_register_info_dict()
-    assert env.reset()["prob"].dtype is env.rollout(2)["next", "prob"].dtype is torch.float64
-    assert env.reset()["prob"] == 1
-
-
-def test_lists_of_infos_are_copied() -> None:
-    count, seen = np.zeros(1), []
-
-    def read_count(info: Any, data: Any) -> None:
-        """Record the count in the first row's infos."""
-        seen.append(info[0]["count"])
-
-    inner = SameStep([9, 9], "infos")
-    step = inner.step
-    inner.step = lambda action: (*step(action)[:4], [{"count": np.add(count, 1, out=count)}, {}])  # type: ignore[method-assign]
-    GymWrapper(inner, missing_final_obs="nan").set_info_dict_reader(
-        lambda info, data: read_count(info, data) if info else None
-    ).rollout(3)
-    assert [value.item() for value in seen] == [1, 2, 3]

@@ -58,7 +58,6 @@ def test_rollout_after_an_interrupt_is_unchanged(name: str, every: int, call: st
     state: dict[str, Any] = {}
 
     def prepare() -> Callable[[], Any]:
-        """Make an environment, and return the call to interrupt."""
         env, data = prepare_env(name)
         if call == "the first rollout":
             env = MAKERS[name]()
@@ -82,7 +81,6 @@ def test_partial_reset_after_an_interrupt_returns_current_observations(name: str
     state: dict[str, Any] = {}
 
     def prepare() -> Callable[[], Any]:
-        """Make an environment, and return the call to interrupt."""
         env, data = prepare_env(name)
         state.update(env=env)
         return lambda: CALLS[call](env, data)
@@ -105,7 +103,6 @@ def test_previous_observation_after_an_interrupt_is_right_or_an_error() -> None:
     refusals: list[str] = []
 
     def prepare() -> Callable[[], Any]:
-        """Make an environment, and return the step to interrupt."""
         env, data = prepare_env("torch")
         state.update(env=env, before=data.clone())
         return lambda: env.step(data)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
-from torchrl.data import Bounded, Categorical, OneHot, TensorSpec
 
 from rl_ext_core.errors import EnvironmentOutputError
-from torchrl_ext.gym.io import compile_action, compile_flags, compile_reward, compile_value
+from torchrl_ext.gym.io import compile_value
 
 jax = pytest.importorskip("jax", reason="JAX is only in .venv-jax. Run scripts/make_jax_venv.sh")
 
@@ -44,38 +41,3 @@ def test_jax_dtypes_are_kept(dtype: str) -> None:
 def test_values_that_do_not_fit_are_rejected(value: Any, message: str) -> None:
     with pytest.raises(EnvironmentOutputError, match=message):
         compile_value((2,), torch.uint8, name="a", device=None)(value())
-
-
-def test_jax_rewards_and_flags_are_converted() -> None:
-    ones, flags = jax.numpy.ones(2), jax.numpy.array([True, False])
-    assert compile_reward(Bounded(0, 1, (2, 1)), device=None)(ones).tolist() == [[1], [1]]
-    read = compile_flags(torch.Size([2]), device=None, finite_horizon=False)
-    assert [flag.flatten().tolist() for flag in read(flags, ~flags)[0]] == [[True, True], [True, False], [False, True]]
-
-
-ACTIONS: dict[str, tuple[TensorSpec, Any, Any, torch.Tensor, str, Any]] = {
-    "one-hot": (OneHot(3, shape=(2, 3)), spaces.Discrete(3), None, torch.eye(3)[:2].long(), "int32", [0, 1]),
-    "index": (Categorical(3, shape=(2,)), spaces.Discrete(3, start=5), 5, torch.tensor([2, 0]), "int32", [7, 5]),
-    "floats": (Bounded(-1, 1, (2, 1)), spaces.Box(-1, 1, (1,)), None, torch.ones(2, 1), "float32", [[1], [1]]),
-    "doubles": (
-        Bounded(-1, 1, (2, 1)),
-        spaces.Box(-1, 1, (1,)),
-        None,
-        torch.ones(2, 1).double(),
-        "float32",
-        [[1], [1]],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ACTIONS)
-def test_actions_are_new_arrays_of_jax_dtypes(name: str) -> None:
-    spec, space, start, action, dtype, expected = ACTIONS[name]
-    convert = compile_action(
-        spec, space=space, env_type="jax", batch_size=torch.Size([2]), clip=None, device=None, start=start
-    )
-    found = convert(action)
-    action.zero_()
-    assert isinstance(found, jax.Array)
-    assert str(found.dtype) == dtype
-    assert np.asarray(found).tolist() == expected

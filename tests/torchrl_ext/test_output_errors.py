@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from torchrl.data import Unbounded
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from tests.torchrl_ext.comparison import make_vector_env
 from tests.torchrl_ext.environments import DictWalk, FaultyWalk, SameStep, SamplingEnv, Walk, box
-from torchrl_ext import GymEnv, GymWrapper
+from torchrl_ext import GymWrapper
 
 SINGLE: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"observation": np.zeros(5, np.float32)}, r"'observation' has the shape \(5,\); its space has \(4,\)"),
@@ -23,22 +22,17 @@ SINGLE: dict[str, tuple[dict[str, Any], str]] = {
         {"observation": np.zeros((4, 4), np.float32)},
         r"\(4, 4\); its space has \(4,\)\. .* write env\.num_envs = 4",
     ),
-    "None": ({"observation": None}, r"observation.* is of type NoneType, which makes no tensor"),
     "text": ({"observation": "left"}, r"'observation' is of type str, which makes no tensor.*\(4,\) of torch.float32"),
-    "objects": ({"observation": [None] * 4}, r"'observation' is of type list, which makes no tensor"),
     "complex": ({"observation": np.full(4, 1j)}, r"'observation' has the dtype torch.complex128.*torch.float32"),
     "a dict": ({"observation": {"observation": [0] * 4}}, r"a dict with the keys \['observation'\].*write the space"),
     "reward None": ({"reward": None}, r"'reward' is of type NoneType.*its space has the shape \(1,\).*Return an array"),
-    "reward of text": ({"reward": "much"}, r"'reward' is of type str"),
     "two rewards": ({"reward": np.ones(2)}, r"'reward' has the shape \(2,\); its space has \(1,\)"),
     "flag None": ({"terminated": None}, r"'terminated' and 'truncated' are None and .*; expected one boolean each"),
     "flags of a batch": ({"truncated": np.zeros(3, bool)}, r"False and array\(\[False.*; expected one boolean each"),
-    "flags of a torch batch": ({"terminated": torch.zeros(3)}, r"are tensor\(\[0.*one boolean each"),
     "old step": (
         {"step": lambda result: tuple(result[:4])},
         r"step\(\) returned 4 values; expected the 5 of gymnasium",
     ),
-    "no step": ({"step": lambda result: None}, r"step\(\) returned a value of type NoneType; expected the 5"),
 }
 
 
@@ -65,11 +59,9 @@ def test_errors_name_invalid_step_results_of_single_environments(name: str) -> N
     [
         (lambda pair: pair[0], r"reset\(\) returned a value of type ndarray; expected the 2 of gymnasium"),
         (lambda pair: (*pair, 1), r"reset\(\) returned 3 values; expected the 2"),
-        (lambda pair: None, r"reset\(\) returned a value of type NoneType"),
         (lambda pair: (None, {}), r"observation.* is of type NoneType"),
-        (lambda pair: (pair[0][:2], {}), r"\(2,\); its space has \(4,\)"),
     ],
-    ids=["only the observation", "three", "None", "observation None", "shape"],
+    ids=["only the observation", "three", "observation None"],
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_errors_name_invalid_reset_results(fault: Any, message: str, first: bool) -> None:
@@ -102,11 +94,8 @@ def test_trailing_axes_of_length_one_are_dropped_or_added() -> None:
 INTEGERS: dict[str, tuple[Any, Any, str | None]] = {
     "whole numbers": (spaces.Box(0, 255, (2,), np.uint8), np.array([1.0, 2.0]), None),
     "fractions": (spaces.Box(0, 255, (2,), np.uint8), np.array([1.5, 2.0]), r"float64, which loses.*uint8"),
-    "NaN": (spaces.Box(-9, 9, (2,), np.int64), np.array([np.nan, 2.0]), r"float64, which loses.*int64"),
     "negative": (spaces.Box(0, 255, (2,), np.uint8), np.array([-1, 2]), r"int64, which loses.*uint8"),
-    "too large": (spaces.Box(0, 255, (2,), np.uint8), np.array([256, 2]), r"int64, which loses.*uint8"),
     "too large, as wide": (spaces.Box(-9, 9, (2,), np.int8), np.array([200, 2], np.uint8), r"uint8, which loses.*int8"),
-    "negative, as wide": (spaces.Box(0, 255, (2,), np.uint8), np.array([-1, 2], np.int8), r"int8, which loses.*uint8"),
     "unsigned by 32 bits": (
         spaces.Box(-9, 9, (2,), np.int32),
         np.array([2**31, 2], np.uint32),
@@ -114,24 +103,17 @@ INTEGERS: dict[str, tuple[Any, Any, str | None]] = {
     ),
     "as wide": (spaces.Box(0, 255, (2,), np.uint8), np.array([1, 2], np.int8), None),
     "no booleans": (spaces.Box(0, 1, (2,), bool), np.array([2, 0]), r"int64, which loses.*bool"),
-    "booleans": (spaces.Box(0, 1, (2,), bool), np.array([1, 0]), None),
     "half an index": (spaces.Discrete(4), 1.5, r"float64, which loses"),
-    "a whole index": (spaces.Discrete(4), np.float32(2), None),
     "an index beyond": (spaces.Discrete(4), 4, r"'observation' is 4, which is not below.*4, or negative"),
-    "a negative index": (spaces.Discrete(4), -1, r"'observation' is -1, which is not below"),
-    "no index": (spaces.Discrete(4), None, r"'observation' is of type NoneType"),
     "two indices": (spaces.Discrete(4), [1, 2], r"shape \(2,\)"),
     "indices beyond": (
         spaces.MultiDiscrete([3, 4]),
         np.array([2, 4]),
         r"'observation' is \[2, 4\], which is not below",
     ),
-    "one index of two": (spaces.MultiDiscrete([3, 4]), np.array([2]), r"shape \(1,\); its space has \(2,\)"),
     "bfloat16": (box(2), torch.ones(2, dtype=torch.bfloat16), None),
-    "wide unsigned": (spaces.Box(-9, 9, (2,), np.int64), np.array([3, 4], np.uint16), None),
     "of another byte order": (spaces.Box(-9, 9, (2,), np.int64), np.array([3, 4], ">i2"), None),
     "a list of tensors": (box(2), [torch.ones(()), torch.ones(())], None),
-    "a tuple of tensors": (spaces.Tuple([box(2), box(2)]), (torch.ones(2), torch.ones(2)), None),
     "ragged tensors": (box(2), [torch.ones(2), torch.ones(3)], r"makes no tensor"),
 }
 
@@ -159,9 +141,7 @@ DICTS = {
         r"observation 'inner.place' is missing.*\['kind'\]",
     ),
     "no dict": (lambda whole: whole["image"], r"observation is of type ndarray; its space is a Dict of"),
-    "None": (lambda whole: None, r"of type NoneType; its space is a Dict"),
     "no nested dict": (lambda whole: {**whole, "inner": 5}, r"observation 'inner' is of type int; its space is a Dict"),
-    "a shape": (lambda whole: {**whole, "inner": {**whole["inner"], "place": np.ones(3)}}, r"'inner.place'.*\(3,\)"),
     "an index": (lambda whole: {**whole, "inner": {**whole["inner"], "kind": 7}}, r"'inner.kind' is 7"),
 }
 
@@ -183,19 +163,14 @@ def test_errors_name_invalid_dict_observations(name: str) -> None:
 
 BATCHES: dict[str, tuple[int, Any, str]] = {
     "batch axis": (0, lambda value: value[0], r"the shape \(3,\) \(the batch axis is lost\); .*\(4, 3\)"),
-    "rows": (0, lambda value: value[:2], r"'observation' has the shape \(2, 3\); its space has \(4, 3\)"),
     "observation None": (0, lambda value: None, r"'observation' is of type NoneType.*its space has the shape \(4, 3\)"),
     "one reward": (1, lambda value: 1.0, r"'reward' has the shape \(\); its space has \(4, 1\)"),
-    "rewards of too few": (1, lambda value: value[:3], r"'reward' has the shape \(3,\)"),
-    "reward None": (1, lambda value: None, r"'reward' is of type NoneType"),
     "rewards of objects": (
         1,
         lambda value: np.array([None] * 4),
         r"'reward' is of type ndarray, which makes no tensor",
     ),
     "one flag": (2, lambda value: False, r"'terminated' has the shape \(\); its space has \(4, 1\)"),
-    "flags None": (3, lambda value: None, r"'truncated' is of type NoneType"),
-    "flags of too few": (3, lambda value: value[1:], r"'truncated' has the shape \(3,\)"),
     "fractions for flags": (2, lambda value: value + 0.5, r"'terminated' has the dtype .*float.*bool"),
 }
 
@@ -210,7 +185,6 @@ def test_errors_name_invalid_step_results_of_batches(name: str, torch_tensors: b
     step = inner.step
 
     def faulty_step(action: Any) -> Any:
-        """Step, and replace one of the results by an invalid one."""
         result = list(step(action))
         result[place] = fault(result[place])
         return tuple(result)
@@ -239,7 +213,7 @@ def test_batch_rewards_as_tuple_integers_or_column_become_float32(reward: Any) -
     assert torch.equal(found[:, 0, 0], torch.as_tensor(np.asarray(reward), dtype=torch.float32).reshape(4))
 
 
-@pytest.mark.parametrize(("place", "value"), [(1, None), (1, "much"), (2, None), (3, "yes")])
+@pytest.mark.parametrize(("place", "value"), [(1, None), (3, "yes")])
 def test_errors_name_invalid_results_of_skipped_frames(place: int, value: Any) -> None:
     inner: Any = Walk(20, 20)
     env = GymWrapper(inner, frame_skip=3)
@@ -247,7 +221,6 @@ def test_errors_name_invalid_results_of_skipped_frames(place: int, value: Any) -
     step = inner.step
 
     def faulty_step(action: Any) -> Any:
-        """Step, and replace one of the results by an invalid one."""
         result = list(step(action))
         result[place] = value
         return tuple(result)
@@ -257,22 +230,15 @@ def test_errors_name_invalid_results_of_skipped_frames(place: int, value: Any) -
         env.step(env.rand_action(env.reset()))
 
 
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_frame_skip_of_vectorized_environments_is_rejected(mode: str) -> None:
+def test_frame_skip_of_vectorized_environments_is_rejected() -> None:
     # Other rows would skip fewer frames when one row's episode ends.
-    for make in (
-        lambda **kwargs: GymWrapper(make_vector_env(Walk, 2, mode), **kwargs),
-        lambda **kwargs: GymEnv("CartPole-v1", num_envs=2, **kwargs),
-    ):
-        with pytest.raises(InvalidArgumentError, match=r"frame_skip=4 on a vectorized environment.*ParallelEnv\(n, "):
-            make(frame_skip=4)
-        env = make(frame_skip=1)
+    with pytest.raises(InvalidArgumentError, match=r"frame_skip=4 on a vectorized environment.*ParallelEnv\(n, "):
+        GymWrapper(make_vector_env(Walk, 2, "SameStep"), frame_skip=4)
+    env = GymWrapper(make_vector_env(Walk, 2, "SameStep"), frame_skip=1)
+    env.rollout(3)
+    env.wrapper_frame_skip = 4
+    with pytest.raises(InvalidArgumentError, match=r"frame_skip=4"):
         env.rollout(3)
-        env.wrapper_frame_skip = 4
-        with pytest.raises(InvalidArgumentError, match=r"frame_skip=4"):
-            env.rollout(3)
-        env.close()
-    gc.collect()  # closes the environment of the rejected wrapper
 
 
 def test_fractional_batch_reward_is_rejected_by_an_integer_spec() -> None:
@@ -282,7 +248,7 @@ def test_fractional_batch_reward_is_rejected_by_an_integer_spec() -> None:
         env.rand_step(env.reset())
 
 
-@pytest.mark.parametrize("reward", [1.5, np.float32(2.5), float("nan"), -0.9])
+@pytest.mark.parametrize("reward", [1.5, float("nan")])
 def test_fractional_single_reward_is_rejected_by_an_integer_spec(reward: Any) -> None:
     inner = Walk()
     step, inner.reward_space = inner.step, spaces.Box(-9, 9, (1,), np.int64)  # type: ignore[attr-defined]

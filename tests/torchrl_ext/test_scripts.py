@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import programs
 from tests.launch_modes import LAUNCH_MODES, run_program
 from tests.torchrl_ext.parallel_checks import ROOT
 
@@ -61,25 +60,23 @@ for source in (
 PRINTED = [8, 8, 7, 7, 1, 9, 9, 9, 9]
 
 
-def start_script(folder: Path, text: str) -> subprocess.Popen[str]:
+def start_script(folder: Path, text: str) -> programs.Program:
     """Write a script to a folder, and start it in a new session."""
     (folder / "script.py").write_text(text)
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'shared'}", "TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = [sys.executable, "script.py"]
-    return subprocess.Popen(command, cwd=folder, env=environ, text=True, start_new_session=True, **pipes)
+    return programs.start(text, "torchrl", file=folder / "script.py", cwd=folder, environ=environ)
 
 
-def wait_for_script(process: subprocess.Popen[str], folder: Path, timeout: float = 150.0) -> tuple[int, str, str]:
+def wait_for_script(program: programs.Program, folder: Path, timeout_s: float = 150.0) -> tuple[int, str, str]:
     """Wait for a script, and assert that it leaves no process."""
-    out, err = process.communicate(timeout=timeout)
+    done = program.wait(timeout_s)
     end = time.monotonic() + 120
     while (left := _processes_of_script(folder)) and time.monotonic() < end:
         time.sleep(0.05)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
-    return process.returncode, out, err
+    return done.returncode, done.stdout, done.stderr
 
 
 def _processes_of_script(folder: Path) -> list[int]:
@@ -108,7 +105,7 @@ ENDS = (
     + """
 env = ParallelEnv(2, Own)
 env.reset()
-print("running", flush=True)
+open("running", "w").close()
 """
 )
 
@@ -126,14 +123,13 @@ def test_scripts_without_close_exit_cleanly(last: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGINT])
 def test_interrupted_or_killed_scripts_leave_no_process(signal_: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C goes to the process group, as in a terminal, and SIGKILL to the script alone."""
-    process = start_script(tmp_path, ENDS + "while True: env.rollout(10)")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "running\n"
-    if signal_ == signal.SIGINT:
-        os.killpg(process.pid, signal_)
-    else:
-        process.send_signal(signal_)
-    code, _, err = wait_for_script(process, tmp_path, timeout=120)
+    program = start_script(tmp_path, ENDS + "while True: env.rollout(10)")
+    end = time.monotonic() + 120
+    while not (tmp_path / "running").exists():
+        assert time.monotonic() < end, "the script did not start"
+        time.sleep(0.05)
+    (os.killpg if signal_ == signal.SIGINT else os.kill)(program.pid, signal_)
+    code, _, err = wait_for_script(program, tmp_path)
     assert code == (1 if signal_ == signal.SIGINT else -signal_)
     if signal_ == signal.SIGINT:
         assert err.count("Traceback") == 1
@@ -175,6 +171,5 @@ print(rewards, len(calls))
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
 def test_wrapper_uses_current_globals_of_the_main_module(launch_mode: str, tmp_path: Path) -> None:
-    assert (
-        run_program(launch_mode, WRAPPED, tmp_path).strip().endswith("[[4.0, 4.0, 4.0, 4.0], [8.0, 8.0, 8.0, 8.0]] 13")
-    )
+    printed = run_program(launch_mode, WRAPPED, tmp_path, preloaded="torchrl")
+    assert printed.strip().endswith("[[4.0, 4.0, 4.0, 4.0], [8.0, 8.0, 8.0, 8.0]] 13")
