@@ -87,7 +87,7 @@ class PlanRow:
     """Memory and speed of one way to store transitions.
 
     :param name: Codec and its options, for people to read
-    :param options: Options for ``FrameStore.adaptive`` and the buffers; empty for Stable Baselines3's own buffers
+    :param options: Options for ``Observation`` and the buffers; empty for Stable Baselines3's own buffers
     :param bytes_a_transition: Bytes per transition, with action, reward and flags; the geometric middle of an estimate
     :param range: Lowest and highest bytes per transition. For an estimate, they are the smallest and the largest
         recording. For a measurement, they are a 95 % interval. None for Stable Baselines3's own buffers.
@@ -383,7 +383,7 @@ def measure_transitions(
     layout, stores, sizes = StackLayout(image.shape, image.dtype, 1, 0), [], []
     option_sets = _suitable_options(layout, n_stack)
     for options in option_sets:
-        stores.append(FrameStore.adaptive(steps, 1, image.shape, image.dtype, n_stack=n_stack, **options))
+        stores.append(FrameStore(steps, 1, Observation(image.shape, image.dtype, n_stack=n_stack, **options)))
     # The first frames and the buffers are a constant cost. So sizes are measured after the first quarter.
     edges = np.linspace(steps // 4, steps, _PARTS + 1).astype(np.int64)
     for count, pair in enumerate(itertools.chain(head, transitions), start=1):

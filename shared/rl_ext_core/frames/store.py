@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError, StorageError
-from rl_ext_core.frames.checkpoint import FORMAT, checksum, format_error, load, reduce_with_lock, save
+from rl_ext_core.frames.checkpoint import FORMAT, checksum, format_error, reduce_with_lock
 from rl_ext_core.frames.codecs import check_codec, check_numba, validate_max_error
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY, JpegCodec
 from rl_ext_core.frames.layout import INTERLEAVED, PLANAR, StackLayout, candidate_layouts, find_layout
@@ -117,7 +117,7 @@ class RecoveryReport(NamedTuple):
     :ivar kept: Transitions in the store.
     :ivar lost: Transitions that were being written when the previous process was killed: 0 or 1.
 
-    >>> store = FrameStore.adaptive(1000, 1, shape, dtype, storage_dir="run1", resume=True)  # doctest: +SKIP
+    >>> store = FrameStore(1000, 1, observation, storage_dir="run1", resume=True)  # doctest: +SKIP
     >>> store.recovered  # doctest: +SKIP
     RecoveryReport(kept=512, lost=1)
     """
@@ -329,31 +329,6 @@ class FrameStore:
             raise
         _open_stores.add(self)
 
-    @classmethod
-    def adaptive(
-        cls,
-        capacity: int,
-        n_envs: int,
-        shape: tuple[int, ...],
-        dtype: npt.DTypeLike,
-        *,
-        max_bytes: int | None = None,
-        storage_dir: str | os.PathLike[str] | None = None,
-        resume: bool = False,
-        row_dtype: npt.DTypeLike | None = None,
-        **options: Any,
-    ) -> FrameStore:
-        """Create a store of one kind of observations.
-
-        :param shape: Shape of one observation.
-        :param dtype: Dtype of the observations.
-        :param options: Other fields of :class:`Observation`.
-        :return: The store.
-        """
-        observation = Observation(tuple(shape), dtype, **options)
-        folder: dict[str, Any] = {"storage_dir": storage_dir, "resume": resume}
-        return cls(capacity, n_envs, observation, row_dtype=row_dtype, max_bytes=max_bytes, **folder)
-
     @property
     def _options(self) -> dict[str, Any]:
         """Requested options as plain values. A folder can be opened with the same ones only."""
@@ -440,16 +415,8 @@ class FrameStore:
     @property
     def layout(self) -> Any:
         """Current layout of the observations; a dict by key for a ``Dict``."""
-        return self._map(lambda part: part.layout)
-
-    @property
-    def codec(self) -> Any:
-        """Name of the codec; a dict by key for a ``Dict``."""
-        return self._map(lambda part: part.codec)
-
-    def _map(self, read: Any) -> Any:
-        """Apply a function to each part; return a dict by key, or the only result."""
-        return read(self._single) if self._single else {key: read(part) for key, part in self.parts.items()}
+        layouts = {key: part.layout for key, part in self.parts.items()}
+        return layouts if self._single is None else layouts[None]
 
     @property
     def lossy(self) -> bool:
@@ -490,11 +457,6 @@ class FrameStore:
     def first(self) -> int:
         """Row of the oldest stored transition. The others follow it around the ring."""
         return (self.position - self.size) % self.capacity
-
-    @property
-    def dropped(self) -> int:
-        """Number of dropped transitions whose rows have not been written again."""
-        return (self.capacity if self.full else self.position) - self.size
 
     @property
     def nbytes(self) -> int:
@@ -810,24 +772,6 @@ class FrameStore:
         if getattr(self, "_folder", None) is not None and hasattr(self, "_log"):
             with contextlib.suppress(Exception):
                 self.close()
-
-    def save(self, file: str | os.PathLike[str] | BinaryIO) -> None:
-        """Write the store to a file, without a copy in memory.
-
-        :param file: Path, which is replaced after all is written, or a file opened for writing bytes.
-        :raises StorageError: If the file cannot be written. An existing file stays as it was.
-        """
-        save(self, file)
-
-    @classmethod
-    def load(cls, file: str | os.PathLike[str] | BinaryIO) -> FrameStore:
-        """Load a store from a file that :meth:`save` wrote, into memory.
-
-        :param file: Path, or a file opened for reading bytes.
-        :return: The store.
-        :raises CorruptFileError: If the file is damaged, cut short, has another format, or contains something else.
-        """
-        return load(cls, file)
 
     def __copy__(self) -> FrameStore:
         return copy.deepcopy(self)  # because two stores must not write to the same memory

@@ -23,7 +23,7 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageEr
 from rl_ext_core.frames import StackLayout
 from rl_ext_core.frames.store import FrameStore, Observation, salvage
 from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, make_transitions
-from tests.core.frames.disk_helpers import transition
+from tests.core.frames.disk_helpers import adaptive_store, transition
 from tests.core.frames.write_samples import (
     CAPACITY,
     N_ENVS,
@@ -153,7 +153,7 @@ def test_jpeg_frames_are_decoded_as_simplejpeg_decodes_them(last: bool) -> None:
 
 
 def test_adaptive_store_uses_loss_only_once_the_layout_is_known() -> None:
-    store = FrameStore.adaptive(500, 2, GRAY.shape, GRAY.dtype, max_error=4)
+    store = adaptive_store(500, 2, GRAY.shape, GRAY.dtype, max_error=4)
     plain = ReferenceStore(500, 2, GRAY)
     for step in make_transitions(GRAY, n_steps=300, contents="noise"):
         store.append(*step)

@@ -13,9 +13,10 @@ import numpy.typing as npt
 import pytest
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames import FrameStore, StackLayout, plan, planning
+from rl_ext_core.frames import StackLayout, plan, planning
 from rl_ext_core.frames.planning import parse_bytes
 from rl_ext_core.resources import available_memory
+from tests.core.frames.disk_helpers import adaptive_store
 
 LAYOUT = StackLayout((9, 24, 28), np.dtype(np.uint8), 3, 0)
 SB3 = "SB3 ReplayBuffer"
@@ -160,7 +161,7 @@ def test_plan_range_contains_the_true_cost() -> None:
     found = plan(None, 1_000_000, env=Track, seed=0)
     transitions = list(itertools.islice(random_transitions(Track()), 2400))
     for codec in ("patch", "raw"):
-        store = FrameStore.adaptive(2400, 1, (3, 48, 48), np.uint8, codec=codec)
+        store = adaptive_store(2400, 1, (3, 48, 48), np.uint8, codec=codec)
         for t, (before, after) in enumerate(transitions):
             if t == 400:
                 begun = store.nbytes
