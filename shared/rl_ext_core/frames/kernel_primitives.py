@@ -39,23 +39,46 @@ def sources_digest(folder: Path) -> str:
 
 
 class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]
-    """Machine code of a function that only kernels call, which LLVM optimizes as a part of each kernel only."""
+    """LLVM code of a function that only kernels call, which becomes machine code as a part of each kernel only.
+
+    Otherwise LLVM would optimize and translate each function again in every function that calls it.
+    """
 
     def _optimize_final_module(self) -> None:
-        """Do nothing. Functions that call each other would be optimized again and again."""
+        """Do nothing."""
+
+    def _finalize_final_module(self) -> None:
+        """Mark the code as complete, without translating it."""
+        self._finalize_dynamic_globals()
+        self._finalized = True
 
 
-class _PartCompiler(Compiler):  # type: ignore[misc]
-    """Compiler of functions that only kernels call."""
+class _KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
+    """Machine code of a kernel, which LLVM optimizes once. numba does so twice, for reference counts."""
 
-    def compile_extra(self, func: Callable[..., Any]) -> Any:
-        """Compile a function."""
-        self.state.library = _PartLibrary(self.state.targetctx.codegen(), func.__qualname__)
-        return super().compile_extra(func)
+    def _optimize_final_module(self) -> None:
+        manager, builder = self._codegen._module_pass_manager()
+        manager.run(self._final_module, builder)
 
 
-_OPTIONS: dict[str, Any] = {"no_cfunc_wrapper": True, "no_rewrites": True, "error_model": "numpy"}
-_PART_OPTIONS: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True, "_nrt": False, "pipeline_class": _PartCompiler}
+def _define_compiler(library: type[Any]) -> type[Any]:
+    """Define a compiler that creates a kind of library."""
+
+    class LibraryCompiler(Compiler):  # type: ignore[misc]
+        """Compiler of functions to one kind of library."""
+
+        def compile_extra(self, func: Callable[..., Any]) -> Any:
+            self.state.library = library(self.state.targetctx.codegen(), func.__qualname__)
+            self.state.library.enable_object_caching()
+            return super().compile_extra(func)
+
+    return LibraryCompiler
+
+
+_BASIC_OPTIONS: dict[str, Any] = {"no_cfunc_wrapper": True, "no_rewrites": True, "error_model": "numpy"}
+_OPTIONS = {**_BASIC_OPTIONS, "pipeline_class": _define_compiler(_KernelLibrary)}
+_PART_OPTIONS = {**_BASIC_OPTIONS, "no_cpython_wrapper": True, "_nrt": False}
+_PART_OPTIONS["pipeline_class"] = _define_compiler(_PartLibrary)
 _DIGEST = sources_digest(Path(__file__).parent)
 
 
@@ -419,13 +442,13 @@ def stack_of_four_differs(builder: Any, stack: Any, first: Any, second: Any, thi
 
 # Checksums. A change within eight bytes goes undetected with a probability of 2**-32.
 SUM_START = 0x2545F4914F6CDD1D
-_FACTOR = 0x9E3779B97F4A7C15
+FACTOR = 0x9E3779B97F4A7C15
 
 
 @njit(nogil=True, inline="always")
 def mix_word(total, word):  # type: ignore[no-untyped-def]
     """Add a word to a checksum."""
-    total = (uint64(total) ^ uint64(word)) * uint64(_FACTOR)
+    total = (uint64(total) ^ uint64(word)) * uint64(FACTOR)
     return total ^ (total >> uint64(29))
 
 

@@ -22,10 +22,9 @@ from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import FORMAT, checksum, format_error, reduce_with_lock
-from rl_ext_core.frames.codecs import check_codec, check_numba, validate_max_error
-from rl_ext_core.frames.jpeg import DEFAULT_QUALITY, JpegCodec
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, JpegCodec, check_codec, check_numba, validate_max_error
 from rl_ext_core.frames.layout import INTERLEAVED, PLANAR, StackLayout, candidate_layouts, find_layout
-from rl_ext_core.frames.log_folder import LogFolder
+from rl_ext_core.frames.log_folder import MANIFEST, LogFolder, as_corrupt_file
 from rl_ext_core.frames.memory import address_of
 from rl_ext_core.frames.threads import run_in_threads
 
@@ -158,6 +157,11 @@ class StoredPart:
         self.waits = self.detects and (self.is_jpeg or self.max_error > 0)
         self.set_layout(layouts[-1] if self.detects else layouts[0])
 
+    @property
+    def can_change(self) -> bool:
+        """Whether the layout is detected, and may still change. The errors of a lossy codec would add up."""
+        return self.detects and (self.waits or not (self.is_jpeg or self.max_error))
+
     def _has_images(self, layout: StackLayout) -> bool:
         """Return whether the frames of a layout are images that JPEG can store."""
         try:
@@ -180,12 +184,22 @@ class StoredPart:
         if self.is_jpeg and not self.waits:
             self.encoder = JpegCodec(layout, self.options.quality)
 
-    def use_loss(self) -> None:
-        """Use the permitted loss from now on."""
-        self.waits = False
-        allowed = self._lossy_layouts
-        layout = self.layout
-        self.set_layout(layout if layout in allowed else allowed[-1])
+    def update_layout(self, found: StackLayout | None, n_stored: int, *, is_final: bool) -> bool:
+        """Use a layout that was detected, and the permitted loss once the layout is known.
+
+        :param found: The layout, or None if it cannot be told.
+        :param n_stored: Transitions per environment that would be stored again.
+        :param is_final: Whether the layout will not be detected again.
+        :return: Whether the settings have changed.
+        """
+        before = self.settings
+        if found is not None:
+            self.set_layout(found)
+        if self.waits and (is_final or (found is not None and n_stored >= _LEAST_FOR_LOSS)):
+            self.waits = False
+            allowed = self._lossy_layouts
+            self.set_layout(self.layout if self.layout in allowed else allowed[-1])
+        return self.settings != before
 
     @property
     def codec(self) -> str:
@@ -199,7 +213,8 @@ class StoredPart:
         from rl_ext_core.frames.log import Column
 
         is_waiting, patches = self.waits and self.max_error > 0, self.options.codec != "raw"
-        return Column(self.layout, 0 if self.waits else self.max_error, patches=patches, is_waiting=is_waiting)
+        bound, is_encoded = 0 if self.waits else self.max_error, self.encoder is not None
+        return Column(self.layout, bound, patches=patches, is_waiting=is_waiting, is_encoded=is_encoded)
 
     @property
     def settings(self) -> list[Any]:
@@ -208,9 +223,17 @@ class StoredPart:
         return [list(map(int, layout.shape)), layout.dtype.str, int(layout.n_stack), int(layout.axis), self.waits]
 
     def restore(self, settings: list[Any]) -> None:
-        """Use the layout of a store that was opened or loaded."""
-        shape, dtype, n_stack, axis, self.waits = settings
-        self.set_layout(StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis))
+        """Use the layout of a store that was opened or loaded.
+
+        :raises CorruptFileError: If the observations cannot have this layout.
+        """
+        shape, dtype, n_stack, axis, waits = settings
+        found = [one for one in self.candidates if [*one.shape] == [*shape] and one.dtype.str == dtype]
+        found = [layout for layout in found if (layout.n_stack, layout.axis) == (n_stack, axis)]
+        if not found:
+            raise CorruptFileError(f"settings={settings} do not fit observations of shape {self.options.shape}")
+        self.waits = waits
+        self.set_layout(found[0])
 
     def prepare(self, stacks: Any, name: str) -> tuple[Array, int]:
         """Check a batch of stacks, and copy it if the kernels cannot read its memory order.
@@ -309,6 +332,8 @@ class FrameStore:
         self.capacity, self.n_envs = index(capacity), index(n_envs)
         self.max_bytes = None if max_bytes is None else index(max_bytes)
         self.row_dtype = None if row_dtype is None else np.dtype(row_dtype)
+        if self.row_dtype is not None and self.row_dtype.hasobject:
+            raise InvalidTypeError(f"row_dtype={row_dtype!r} contains Python objects, expected numbers")
         by_key = observation if isinstance(observation, Mapping) else {None: observation}
         self.parts: dict[Any, StoredPart] = {}
         for key, options in by_key.items():
@@ -385,8 +410,9 @@ class FrameStore:
             self._set_log(self._new_log(folder.segments(new=True)))
             folder.use(self._settings)
             return
-        for part, settings in zip(self.parts.values(), folder.settings["parts"], strict=True):
-            part.restore(settings)
+        with as_corrupt_file(f"{folder.path / MANIFEST} is"):
+            for part, settings in zip(self.parts.values(), folder.settings["parts"], strict=True):
+                part.restore(settings)
         self._set_log(self._new_log(folder.segments()))
         try:
             self._log.recover()
@@ -589,12 +615,12 @@ class FrameStore:
     @defer_signals
     def _update_layouts(self) -> None:
         """Detect the layouts again, and store the transitions again if one has changed."""
-        if not any(part.detects for part in self.parts.values()) or self.position not in (0, self.size):
+        if not any(part.can_change for part in self.parts.values()) or self.position not in (0, self.size):
             return
         changed = False
         settings = self._settings["parts"]
         for number, part in enumerate(self.parts.values()):
-            if part.detects and (part.is_jpeg or part.max_error == 0 or part.waits):
+            if part.can_change:
                 changed |= self._update_part(number, part)
         if not changed:
             return
@@ -606,21 +632,14 @@ class FrameStore:
 
     def _update_part(self, number: int, part: StoredPart) -> bool:
         """Detect the layout of one part; return whether it has changed."""
-        if not part.waits and part.is_jpeg:
-            return False
         rows = np.arange(max(self.size - _LOOK_BACK, 0), self.size)
         before, after = self._read_rows(number, part, rows)
         below = before[: -self.n_envs], before[self.n_envs :]  # in a rollout, the next row has the next observations
         shape, dtype = part.layout.shape, part.layout.dtype
         found = find_layout(shape, dtype, before, after) or find_layout(shape, dtype, *below)
-        changed = found is not None and found != part.layout
-        if found is not None and changed:
-            part.set_layout(found)
+        if found not in (None, part.layout):
             _logger.info("observations of shape %s: frames per stack: %d", shape, found.n_stack)
-        if part.waits and (found is not None or self.seen >= _LAST_CHECK) and self.seen >= _LEAST_FOR_LOSS:
-            part.use_loss()
-            changed = True
-        return changed
+        return part.update_layout(found, self.seen, is_final=self.seen >= _LAST_CHECK)
 
     def _store_again(self) -> None:
         """Copy all transitions into a log with the current layouts. An exception leaves the old log in use."""
@@ -807,20 +826,14 @@ class FrameStore:
         found = {name: value for name, value in state.items() if name != "held"}
         if checksum(found) != found.get("checksum"):
             raise CorruptFileError("the frame store is damaged: its checksum does not match its contents")
-        parts = {key: Observation(*options) for key, (*options, _) in state["parts"].items()}
-        single = [*parts] == [None]
-        FrameStore.__init__(
-            self,
-            state["capacity"],
-            state["n_envs"],
-            parts[None] if single else parts,
-            row_dtype=state["row_dtype"],
-            max_bytes=state["max_bytes"],
-        )
-        for part, (*_, settings) in zip(self.parts.values(), state["parts"].values(), strict=True):
-            part.restore(settings)
-        log = self._new_log()
-        log.restore(state["log"])
+        with as_corrupt_file("the frame store is"):
+            parts = {key: Observation(*options) for key, (*options, _) in state["parts"].items()}
+            options = {name: state[name] for name in ("row_dtype", "max_bytes")}
+            FrameStore.__init__(self, state["capacity"], state["n_envs"], parts, **options)
+            for part, (*_, settings) in zip(self.parts.values(), state["parts"].values(), strict=True):
+                part.restore(settings)
+            log = self._new_log()
+            log.restore(state["log"])
         self._set_log(log)
         self.seen = self.size
 
@@ -875,7 +888,8 @@ def _decode_opaque(
         frame = decoded.get(address)
         if frame is None:
             blob = memoryview(bytes_at(address, size))
-            frame = decoded[address] = np.frombuffer(codec.decode(blob), np.uint8)
+            with as_corrupt_file("a stored image is"):
+                frame = decoded[address] = np.frombuffer(codec.decode(blob), np.uint8).reshape(layout.frame_bytes)
         view = views[side]
         assert view is not None
         if len(form) == 2:

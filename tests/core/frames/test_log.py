@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import random
 import shutil
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from hypothesis import strategies as st
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
 from rl_ext_core.frames import StackLayout
+from rl_ext_core.frames.checkpoint import checksum
+from rl_ext_core.frames.kernel_primitives import FACTOR, SUM_START
+from rl_ext_core.frames.log_state import SEGMENT_HEADER, SIZE_BITS
 from rl_ext_core.frames.store import FrameStore, Observation, salvage
 from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames.disk_helpers import adaptive_store, transition
@@ -421,3 +426,116 @@ def test_samples_of_all_formats_are_read(sample: Path, tmp_path: Path) -> None:
             assert out["numbers"].tobytes() == expected["numbers"].tobytes()
             assert abs(out["bounded"].astype(int) - expected["bounded"]).max() <= 4
     store.close()
+
+
+# Folders and pickles that were altered together with their checksums
+
+
+def seal(words: np.ndarray, start: int) -> None:
+    """Compute the checksum of the record at ``start`` of a segment again."""
+    mask, size = 2**64 - 1, int(words[start])
+    contents = words[start + 2 : start + (size & SIZE_BITS)].tobytes()
+    total = SUM_START ^ (int(words[2]) | int(words[3]) << 32)
+    chunks = [int.from_bytes(contents[i : i + 8], "little") for i in range(0, len(contents) // 8 * 8, 8)]
+    if rest := contents[8 * len(chunks) :]:
+        chunks.append(len(rest) << 8 * len(rest) | int.from_bytes(rest, "big"))
+    for word in (size, *chunks):
+        total = (total ^ word) * FACTOR & mask
+        total ^= total >> 29
+    words[start + 1] = (total ^ total >> 32) & 0xFFFFFFFF
+
+
+def find_records(words: np.ndarray) -> list[int]:
+    """Return where the records of a segment begin."""
+    starts, at = [], SEGMENT_HEADER
+    while words[at]:
+        starts.append(at)
+        at += int(words[at]) & SIZE_BITS
+    return starts
+
+
+def use_store(store: FrameStore) -> None:
+    """Read all rows of a store of the sample, before and after more are added. Nothing behind outputs may change."""
+    rows, envs = np.repeat(np.arange(CAPACITY), N_ENVS), np.tile(np.arange(N_ENVS), CAPACITY)
+    for number in range(15):
+        memory = [np.full(len(rows) * 8 * 400 + 128, 77, np.uint8) for _ in range(2 * len(OBSERVATIONS))]
+        outs: Any = [{}, {}]
+        for i, (key, part) in enumerate(OBSERVATIONS.items() if number in (0, 14) else ()):
+            size = len(rows) * int(np.prod(part.shape)) * np.dtype(part.dtype).itemsize
+            for out, around in zip(outs, memory[2 * i : 2 * i + 2], strict=True):
+                out[key] = around[64 : 64 + size].view(part.dtype).reshape(len(rows), *part.shape)
+        store.get(rows, envs, *outs)
+        for array in (array for out in outs for array in out.values()):
+            array.view(np.uint8)[:] = 77
+        assert all((around == 77).all() for around in memory)
+        store.append(*compute_stacks(number), np.zeros(1, store.row_dtype))
+    store.close()
+
+
+def run_forked(function: Callable[[], None]) -> None:
+    """Call a function in a forked process, which must not crash."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, signal.Signals(status & 127).name if status & 127 else "see stderr"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("where", ["folder", "pickle"])
+def test_altered_stores_with_right_checksums_do_not_crash(where: str, tmp_path: Path) -> None:
+    (sample,) = SAMPLES.iterdir()
+    sizes = st.sampled_from([0, 1, 2, 5, 16, 255, 2**14 - 1, 2**31, 2**32 - 1]) | st.integers(0, 2**32 - 1)
+    changes = st.tuples(st.floats(0, 1, exclude_max=True), st.sampled_from(["set", "add", "flip"]), sizes)
+
+    def alter(words: np.ndarray, changed: list[tuple[float, str, int]], first: int, stop: int) -> None:
+        for place, how, value in changed:
+            at = int(first + place * (stop - first))
+            old = int(words[at])
+            new = {"set": value, "add": old + value % 7 - 3, "flip": old ^ 1 << value % 32}[how]
+            words[at] = new & 0xFFFFFFFF
+
+    def use_folder(changed: list[Any]) -> None:
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        shutil.copytree(sample, tmp_path / "a")
+        path = sorted(tmp_path.glob("a/log-*/*.log"))[-1]
+        words = np.memmap(path, np.uint32, "r+")
+        records = find_records(words)
+        alter(words, changed, SEGMENT_HEADER, records[-1] + int(words[records[-1]] & SIZE_BITS))
+        for start in records:
+            if start + (int(words[start]) & SIZE_BITS) <= len(words):
+                seal(words, start)
+        words.flush()
+        with contextlib.suppress(CorruptFileError, InvalidArgumentError):
+            use_store(open_store(tmp_path / "a", resume=True))
+
+    def use_pickle(changed: list[Any]) -> None:
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        shutil.copytree(sample, tmp_path / "a")
+        state = pickle.loads(pickle.dumps(open_store(tmp_path / "a", resume=True))).__getstate__()
+        log = state["log"]
+        log["pairs"], log["segments"] = log["pairs"].copy(), {k: v.copy() for k, v in log["segments"].items()}
+        parts = [log["pairs"].reshape(-1).view(np.uint32), *log["segments"].values()]
+        for change in changed:
+            part = parts[change[2] % len(parts)]
+            alter(part, [change], 0, len(part))
+        store = FrameStore.__new__(FrameStore)
+        with contextlib.suppress(CorruptFileError):
+            store.__setstate__({**state, "checksum": checksum(state)})
+            use_store(store)
+
+    use = use_folder if where == "folder" else use_pickle
+    use([])  # compiles the kernels
+
+    @settings(max_examples=1000 if "CI" in os.environ else 60, deadline=None)
+    @given(changed=st.lists(changes, min_size=1, max_size=3))
+    def check(changed: list[Any]) -> None:
+        run_forked(lambda: use(changed))
+
+    check()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames import FrameStore, StackLayout, log, threads
-from rl_ext_core.frames.jpeg import JpegCodec
+from rl_ext_core.frames.codecs import JpegCodec
 from rl_ext_core.frames.layout import find_layout
 from rl_ext_core.testing import CONTENTS, LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames.disk_helpers import adaptive_store, append_all, make_store
