@@ -38,6 +38,13 @@ def sources_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
+class _WithoutObjects:
+    """Owner of a library without machine code."""
+
+    def set_env(self, name: str, environment: Any) -> None:
+        """Do nothing."""
+
+
 class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]
     """LLVM code of a function that only kernels call, which becomes machine code as a part of each kernel only.
 
@@ -51,6 +58,11 @@ class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]
         """Mark the code as complete, without translating it."""
         self._finalize_dynamic_globals()
         self._finalized = True
+
+    @property
+    def codegen(self) -> Any:
+        """Owner that numba tells of objects which the code may use. A part uses none."""
+        return _WithoutObjects()
 
 
 class _KernelLibrary(JITCodeLibrary):  # type: ignore[misc]

@@ -887,7 +887,7 @@ def _decode_opaque(
     for address, size, sample, side, place in entries.tolist():
         frame = decoded.get(address)
         if frame is None:
-            blob = memoryview(bytes_at(address, size))
+            blob = memoryview((ctypes.c_char * size).from_address(address))
             with as_corrupt_file("a stored image is"):
                 frame = decoded[address] = np.frombuffer(codec.decode(blob), np.uint8).reshape(layout.frame_bytes)
         view = views[side]
@@ -901,11 +901,6 @@ def _decode_opaque(
 def _encode_frame(encoder: JpegCodec, frame: Array) -> bytes:
     """Encode a frame, which is given as bytes."""
     return bytes(encoder.encode(frame.data))
-
-
-def bytes_at(address: int, size: int) -> Any:
-    """Return the bytes at an address."""
-    return (ctypes.c_char * size).from_address(address)
 
 
 def _close_stores() -> None:

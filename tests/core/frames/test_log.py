@@ -28,7 +28,7 @@ from rl_ext_core.frames.kernel_primitives import FACTOR, SUM_START
 from rl_ext_core.frames.log_state import SEGMENT_HEADER, SIZE_BITS
 from rl_ext_core.frames.store import FrameStore, Observation, salvage
 from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, make_transitions
-from tests.core.frames.disk_helpers import adaptive_store, transition
+from tests.core.frames.disk_helpers import transition
 from tests.core.frames.write_samples import (
     CAPACITY,
     N_ENVS,
@@ -109,25 +109,6 @@ def test_dict_observations_are_stored_in_one_record(tmp_path: Path) -> None:
         store.close()
 
 
-@pytest.mark.parametrize("layout", [GRAY, LAYOUTS[1], LAYOUTS[3]], ids=str)
-@pytest.mark.parametrize("bound", [1, 4, 127])
-def test_errors_stay_within_the_bound_and_do_not_add_up(layout: StackLayout, bound: int) -> None:
-    rng = np.random.default_rng(0)
-    store, frame = FrameStore(100, 1, observation(layout, max_error=bound)), rng.integers(256, size=layout.shape)
-    stacks = [frame]
-    for _ in range(160):  # a slow drift, smaller than the bound in each step
-        frame = np.clip(frame + rng.integers(-2, 4, size=layout.shape), 0, 255)
-        stacks.append(frame)
-    for before, after in itertools.pairwise(stacks):
-        store.append(before[None].astype(np.uint8), after[None].astype(np.uint8))
-    out = np.empty((2, 100, *layout.shape), np.uint8)
-    rows = (store.first + np.arange(100)) % 100
-    store.get(rows, np.zeros(100, np.int64), out[0], out[1])
-    for i in range(100):
-        for side in range(2):
-            assert abs(out[side, i].astype(int) - stacks[61 + i + side - 1]).max() <= bound
-
-
 @pytest.mark.parametrize("last", [False, True])
 def test_jpeg_frames_are_decoded_as_simplejpeg_decodes_them(last: bool) -> None:
     simplejpeg = pytest.importorskip("simplejpeg")
@@ -155,18 +136,6 @@ def test_jpeg_frames_are_decoded_as_simplejpeg_decodes_them(last: bool) -> None:
             pair = [coded[17 + i + side + k] if last else np.moveaxis(coded[17 + i + side + k], -1, 0) for k in (0, 1)]
             np.testing.assert_array_equal(out[side, i], np.concatenate(pair, axis))
     assert store.nbytes < 0.6 * 41 * 3600 + 60_000
-
-
-def test_adaptive_store_uses_loss_only_once_the_layout_is_known() -> None:
-    store = adaptive_store(500, 2, GRAY.shape, GRAY.dtype, max_error=4)
-    plain = ReferenceStore(500, 2, GRAY)
-    for step in make_transitions(GRAY, n_steps=300, contents="noise"):
-        store.append(*step)
-        plain.append(*step)
-    assert store.layout.n_stack == 4
-    out = np.empty((300, *GRAY.shape), np.uint8)
-    store.get(np.arange(300), np.zeros(300, np.int64), out)
-    assert abs(out.astype(int) - plain.observations[:300, 0]).max() <= 4
 
 
 def test_handles_of_equal_observations_are_equal() -> None:
