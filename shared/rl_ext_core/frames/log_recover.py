@@ -146,8 +146,8 @@ def _is_entry(state, c, position, start, stop):  # type: ignore[no-untyped-def]
         return False
     if kind <= KEY_FRAME:
         return size == n_bytes
-    if kind == OPAQUE:
-        return state[c + ENCODED] != 0
+    if kind == OPAQUE or state[c + ENCODED]:
+        return kind == OPAQUE and state[c + ENCODED] != 0
     if kind >= RESIDUAL_START:
         if state[c + BOUND] == 0:
             return False

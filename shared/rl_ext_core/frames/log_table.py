@@ -456,12 +456,12 @@ class FrameTable:
             raise InvalidArgumentError(
                 f"the saved images are lossy: they were made with {made_with}. Pass the same options to FrameStorage"
             )
-        part.restore(contents["settings"])
-        log, n = self._new_log(), len(contents["pairs"])
-        pairs = np.ascontiguousarray(contents["pairs"]).reshape(n, 1, 1)
-        rows = np.zeros((n, 0), dtype=np.uint8)
-        counters = {"position": 0, "stored": 0, "full": 0, "shift": contents["shift"]}
         with as_corrupt_file("the images are"):
+            part.restore(contents["settings"])
+            log, n = self._new_log(), len(contents["pairs"])
+            pairs = np.ascontiguousarray(contents["pairs"]).reshape(n, 1, 1)
+            rows = np.zeros((n, 0), dtype=np.uint8)
+            counters = {"position": 0, "stored": 0, "full": 0, "shift": contents["shift"]}
             log.restore({**counters, "pairs": pairs, "rows": rows, "segments": dict(contents["segments"])})
         self._use(log)
         self._n_touched, self._seen = n, _LAST_CHECK + 1

@@ -227,13 +227,11 @@ class StoredPart:
 
         :raises CorruptFileError: If the observations cannot have this layout.
         """
-        shape, dtype, n_stack, axis, waits = settings
-        found = [one for one in self.candidates if [*one.shape] == [*shape] and one.dtype.str == dtype]
-        found = [layout for layout in found if (layout.n_stack, layout.axis) == (n_stack, axis)]
-        if not found:
-            raise CorruptFileError(f"settings={settings} do not fit observations of shape {self.options.shape}")
-        self.waits = waits
-        self.set_layout(found[0])
+        shape, dtype, n_stack, axis, self.waits = settings
+        layout = StackLayout(self.layout.shape, self.layout.dtype, index(n_stack), axis)
+        if [*shape] != [*layout.shape] or dtype != layout.dtype.str or axis not in (0, len(shape) - 1):
+            raise CorruptFileError(f"settings={settings} do not fit observations of shape {layout.shape}")
+        self.set_layout(layout)
 
     def prepare(self, stacks: Any, name: str) -> tuple[Array, int]:
         """Check a batch of stacks, and copy it if the kernels cannot read its memory order.
