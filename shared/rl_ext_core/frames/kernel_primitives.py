@@ -65,32 +65,46 @@ class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]
         return _WithoutObjects()
 
 
-class _KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
-    """Machine code of a kernel, which LLVM optimizes once. numba does so twice, for reference counts."""
+@contextlib.contextmanager
+def _remember_types() -> Iterator[None]:
+    """Within the context, find the types of equal calls once.
 
-    def _optimize_final_module(self) -> None:
-        manager, builder = self._codegen._module_pass_manager()
-        manager.run(self._final_module, builder)
+    numba tries all overloads of a function at each call, three times. This takes a third of the compilation.
+    """
+    search, found = types.Function.get_call_type, dict[Any, Any]()
+
+    def get_call_type(function: Any, context: Any, args: Any, kws: Any) -> Any:
+        key = function, tuple(args), tuple(kws.items())
+        if key not in found:
+            found[key] = search(function, context, args, kws)
+        return found[key]
+
+    types.Function.get_call_type = get_call_type
+    try:
+        yield
+    finally:
+        types.Function.get_call_type = search
 
 
-def _define_compiler(library: type[Any]) -> type[Any]:
-    """Define a compiler that creates a kind of library."""
+class _KernelCompiler(Compiler):  # type: ignore[misc]
+    """Compiler of kernels."""
 
-    class LibraryCompiler(Compiler):  # type: ignore[misc]
-        """Compiler of functions to one kind of library."""
-
-        def compile_extra(self, func: Callable[..., Any]) -> Any:
-            self.state.library = library(self.state.targetctx.codegen(), func.__qualname__)
-            self.state.library.enable_object_caching()
+    def compile_extra(self, func: Callable[..., Any]) -> Any:
+        with _remember_types():
             return super().compile_extra(func)
 
-    return LibraryCompiler
+
+class _PartCompiler(Compiler):  # type: ignore[misc]
+    """Compiler of functions that only kernels call."""
+
+    def compile_extra(self, func: Callable[..., Any]) -> Any:
+        self.state.library = _PartLibrary(self.state.targetctx.codegen(), func.__qualname__)
+        return super().compile_extra(func)
 
 
 _BASIC_OPTIONS: dict[str, Any] = {"no_cfunc_wrapper": True, "no_rewrites": True, "error_model": "numpy"}
-_OPTIONS = {**_BASIC_OPTIONS, "pipeline_class": _define_compiler(_KernelLibrary)}
-_PART_OPTIONS = {**_BASIC_OPTIONS, "no_cpython_wrapper": True, "_nrt": False}
-_PART_OPTIONS["pipeline_class"] = _define_compiler(_PartLibrary)
+_OPTIONS = {**_BASIC_OPTIONS, "pipeline_class": _KernelCompiler}
+_PART_OPTIONS = {**_BASIC_OPTIONS, "pipeline_class": _PartCompiler, "no_cpython_wrapper": True, "_nrt": False}
 _DIGEST = sources_digest(Path(__file__).parent)
 
 

@@ -339,8 +339,8 @@ def _measure_env(
 ) -> tuple[StackLayout, tuple[int, ...], str, int, list[tuple[dict[str, Any], _Range]]]:
     """Measure sizes on the frames of a random policy.
 
-    :return: Layout of the stored observations, shape of the given ones, source of the frames, bytes of a row without
-        frames, and the sizes of each way to store them.
+    :return: Layout of stored observations, shape of given ones, source of frames, bytes of a row without frames, and
+        sizes of each way to store.
     """
     with ExitStack() as opened:
         if isinstance(env, type) or not hasattr(env, "observation_space"):  # classes may define their spaces
@@ -375,8 +375,8 @@ def measure_transitions(
     :param transitions: Observations and next observations.
     :param steps: Number of transitions.
     :param n_stack: Frames per observation; None to detect them.
-    :return: Shape of an observation; layout of the stored ones; and for each way, its options, and the lowest, probable
-        and highest bytes per transition, a 95 % interval.
+    :return: Shape of an observation, layout of stored ones, and options and sizes of each way. Sizes are the lowest,
+        probable and highest bytes per transition, a 95 % interval.
     """
     first, *_ = head = list(itertools.islice(transitions, 1))
     image = _channel_first(first[0])

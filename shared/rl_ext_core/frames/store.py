@@ -187,7 +187,7 @@ class StoredPart:
     def update_layout(self, found: StackLayout | None, n_stored: int, *, is_final: bool) -> bool:
         """Use a layout that was detected, and the permitted loss once the layout is known.
 
-        :param found: The layout, or None if it cannot be told.
+        :param found: The layout, or None if it was not found.
         :param n_stored: Transitions per environment that would be stored again.
         :param is_final: Whether the layout will not be detected again.
         :return: Whether the settings have changed.

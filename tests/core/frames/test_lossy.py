@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,7 @@ def make_adaptive(plain: ReferenceStore, **options: Any) -> FrameStore:
     return adaptive_store(plain.capacity, plain.n_envs, plain.layout.shape, plain.layout.dtype, **options)
 
 
-@pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=60 if "CI" in os.environ else 10)
 @given(
     shape=st.sampled_from([(1, 7, 9), (3, 40, 64), (30, 33, 3), (2, 5, 16), (700,), (64,), (2, 100, 12)]),
     n_stack=st.sampled_from([1, 2]),
@@ -100,7 +100,6 @@ def test_max_error_takes_less_memory_however_the_picture_moves(speed: int, bound
     assert stores[0].nbytes < (0.75 if bound == 1 else 0.6) * stores[1].nbytes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("n_stack", [None, 3])
 def test_adaptive_store_is_exact_until_it_knows_the_layout(n_stack: int | None) -> None:
     plain = ReferenceStore(200, 2, RGB)
