@@ -700,7 +700,7 @@ class FrameLog:
         assert self.folder is not None
         for file in list_files(self.folder):
             if self.replay(file) == DAMAGED:
-                raise CorruptFileError(f"{file.path} is damaged: a checksum does not match its contents")
+                raise CorruptFileError(f"{file.path} is damaged: a record does not match its checksum or the others")
         self.check_stored()
 
     def replay(self, file: SegmentFile) -> int:

@@ -249,7 +249,7 @@ class FrameTable:
         """
         if not self.log.replay_all(repair=repair) and not repair:
             raise CorruptFileError(
-                f"{self._folder} is damaged: a checksum does not match its contents. Keep the intact elements with "
+                f"{self._folder} is damaged: a record does not match its checksum or the others. Keep the intact elements with "
                 "FrameStorage.salvage(storage_dir)"
             )
         found = np.flatnonzero(self._pairs)
