@@ -249,8 +249,8 @@ class FrameTable:
         """
         if not self.log.replay_all(repair=repair) and not repair:
             raise CorruptFileError(
-                f"{self._folder} is damaged: a record does not match its checksum or the others. Keep the intact elements with "
-                "FrameStorage.salvage(storage_dir)"
+                f"{self._folder} is damaged: a record does not match its checksum or the others. Keep the intact "
+                "elements with FrameStorage.salvage(storage_dir)"
             )
         found = np.flatnonzero(self._pairs)
         self._n_touched = int(found[-1]) + 1 if len(found) else 0
