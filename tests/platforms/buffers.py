@@ -62,9 +62,9 @@ def check_transitions(store: FrameStore, start: int, stop: int, *, off: int = 0)
                 assert wrong <= off, (env, number, wrong)
 
 
-def make_store(codec: str = "patch", *, max_error: int = 0, **options: Any) -> FrameStore:
+def make_store(codec: str = "patch", **options: Any) -> FrameStore:
     """Create an adaptive store, in memory by default."""
-    observation = Observation(SHAPE, np.uint8, codec, max_error=max_error)
+    observation = Observation(SHAPE, np.uint8, codec)
     return FrameStore(CAPACITY, N_ENVS, observation, row_dtype=ROW, **options)
 
 
