@@ -25,7 +25,7 @@ from benchmarks import recordings
 from benchmarks.measure import machine, resident_bytes, sampling_speedup, speedup
 from benchmarks.processes import run_module
 from benchmarks.replay_buffer import GAMES, NATURAL
-from rl_ext_core.frames.planning import _make_sample, _measure_costs
+from rl_ext_core.frames.planning import measure_transitions
 from sb3_ext import CompressedReplayBuffer
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -33,12 +33,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "error 4": {"max_error": 4},
     "jpeg, quality 95": {"codec": "jpeg"},
 }
-ESTIMATED: tuple[dict[str, Any], ...] = (
-    {"codec": "raw"},
-    {"codec": "patch"},
-    {"codec": "patch", "max_error": 4},
-    {"codec": "jpeg"},
-)
 # SB3's buffer gets the recording once, the other buffers until they have grown by OUR_BYTES.
 PLAIN_ROUNDS, OUR_BYTES = 1, 150_000_000
 MOST_ROUNDS = 12
@@ -121,10 +115,10 @@ def print_estimates(data: Path) -> None:
         found: dict[str, list[float]] = {}
         for name in tqdm(names, leave=False):
             recording = recordings.load(name, folder=data)
-            steps = ((before[0], after[0]) for before, after, *_ in recording.head(1_500).transitions())
-            sample = _make_sample(steps, name, recording.n_stack)
-            for options, cost in zip(ESTIMATED, _measure_costs(sample, ESTIMATED)[0], strict=True):
-                found.setdefault(str(options), []).append(cost.frame_bytes / sample.layout.frame_bytes)
+            steps = [(before[0], after[0]) for before, after, *_ in recording.head(1_500).transitions()]
+            _, layout, sizes = measure_transitions(iter(steps), len(steps), n_stack=recording.n_stack)
+            for options, (_, n_bytes, _) in sizes:
+                found.setdefault(str(options), []).append(n_bytes / layout.frame_bytes)
         for options_text, taken_by in found.items():
             middle = float(np.exp(np.log(taken_by).mean()))
             print(f"{kind:6} {options_text:40} {min(taken_by):.3f} {middle:.3f} {max(taken_by):.3f}")

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from benchmarks import recordings
 from benchmarks.measure import machine, record, resident_bytes
-from rl_ext_core.frames import FrameStore
+from rl_ext_core.frames import FrameStore, Observation
 
 _BASE = 100_000  # transitions of the store that others are compared with
 _ROUNDS, _GETS = 30, 10
@@ -32,7 +32,7 @@ Transition = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 def _fill(n: int, pairs: list[Transition], folder: Path | None = None) -> tuple[FrameStore, npt.NDArray[np.float64]]:
     """Return a full store, and the durations of the last calls of ``append``."""
     shape, seconds = pairs[0][0].shape[1:], np.empty(n // 2)
-    store = FrameStore.adaptive(n // 2, 2, shape, np.uint8, storage_dir=folder)
+    store = FrameStore(n // 2, 2, Observation(shape, np.uint8), storage_dir=folder)
     for i in range(n // 2):
         start = time.thread_time()
         store.append(*pairs[i % len(pairs)])
@@ -103,9 +103,9 @@ def _measure_opening(game: str, n: int, pairs: list[Transition], folder: Path) -
 
 def _open(folder: Path, n: int, shape: tuple[int, ...]) -> float:
     """Return the seconds that opening a folder takes, without those of loading the compiled functions."""
-    FrameStore.adaptive(100, 2, shape, np.uint8).append(*np.zeros((2, 2, *shape), np.uint8))
+    FrameStore(100, 2, Observation(shape, np.uint8)).append(*np.zeros((2, 2, *shape), np.uint8))
     start = time.perf_counter()
-    store = FrameStore.adaptive(n // 2, 2, shape, np.uint8, storage_dir=folder, resume=True)
+    store = FrameStore(n // 2, 2, Observation(shape, np.uint8), storage_dir=folder, resume=True)
     seconds = time.perf_counter() - start
     assert store.size == n // 2
     return seconds

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.frames.jpeg import JpegCodec
+from rl_ext_core.frames.codecs import JpegCodec
 from rl_ext_core.frames.layout import StackLayout
 from tests.core.frames.jpeg_oracle import as_jpeg
 from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Videos, assert_same

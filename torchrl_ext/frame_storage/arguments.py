@@ -14,8 +14,7 @@ from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection, lazy
 
 from rl_ext_core.devices import resolve_device
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.codecs import check_codec, validate_max_error
-from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, check_codec, validate_max_error
 from torchrl_ext.frame_storage.columns import FrameColumn, list_items
 
 Places = npt.NDArray[np.int64]

@@ -21,9 +21,8 @@ from torchrl.data import TensorStorage
 
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, OutOfMemoryError, StorageError
-from rl_ext_core.frames.codecs import describe_lossiness
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, describe_lossiness
 from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
-from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
 from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
 from rl_ext_core.frames.shared_memory import MemoryFile, ProcessLock
 from rl_ext_core.frames.store import SalvageReport

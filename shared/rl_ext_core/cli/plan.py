@@ -1,6 +1,6 @@
 """Compare the memory of a replay buffer of images with each codec.
 
-With --env, sizes are measured on 600 to 3000 steps of a random policy. Without it they are estimates, marked as such.
+With --env, sizes are measured on up to 600 steps of a random policy. Without it they are estimates, marked as such.
 The exit status is 0 if a codec fits, 1 if none fits or the environment fails, and 2 if the arguments are wrong.
 
 examples:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="dtype of an observation, only without --env (default: uint8)")
     parser.add_argument("--env", metavar="ID|MODULE:FUNCTION", help="measure on this environment")
     parser.add_argument(
-        "--steps", type=_parse_count, help="steps of the random policy (default: until sizes are known)"
+        "--steps", type=_parse_count, help="steps of the random policy (default: 600, fewer if frames are large)"
     )
     parser.add_argument("--seed", type=_parse_seed, default=None, help="seed of policy and environment (default: 0)")
     parser.add_argument("--max-bytes", metavar="SIZE", help="budget: 4GB, 512MiB (default: free memory)")

@@ -1,7 +1,7 @@
 """Compressed storage for stacks of frames, used by all replay buffers of this project.
 
-``FrameStore`` stores each frame once and returns transitions bit for bit. ``FrameStore.adaptive`` also detects the
-frame stack. This package does not import a framework.
+``FrameStore`` stores each frame once and returns transitions bit for bit. It detects the frame stack, if
+``Observation`` does not say it. This package does not import a framework.
 """
 
 from rl_ext_core.frames.layout import StackLayout

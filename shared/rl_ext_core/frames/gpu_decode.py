@@ -112,9 +112,9 @@ class GpuDecoder:
         :raises MissingDependencyError: If Triton is not installed.
         """
         _require_triton()
-        from rl_ext_core.frames.gather import N_CHAIN
         from rl_ext_core.frames.gpu_kernels import decode_chains
         from rl_ext_core.frames.log_patch import LARGE_FRAME
+        from rl_ext_core.frames.log_read import N_CHAIN
 
         layout = log.columns[number].layout
         uploaded, (chains_at, entries_at, end), padded = self._upload(log, number, handles)
@@ -139,8 +139,8 @@ class GpuDecoder:
 
         :return: Buffer on the GPU; places of both tables, and the end of the second one; whether stacks have padding.
         """
-        from rl_ext_core.frames.gather import N_CHAIN, N_ENTRY, N_RECENT, gather_entries
         from rl_ext_core.frames.layout import MAX_STACK
+        from rl_ext_core.frames.log_read import N_CHAIN, N_ENTRY, N_RECENT, gather_entries
         from rl_ext_core.frames.log_state import MAX_CHAIN
         from rl_ext_core.frames.memory import address_of
 

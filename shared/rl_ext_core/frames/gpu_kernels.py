@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_ext_core.frames import gather
+from rl_ext_core.frames import log_read
 
-_N_CHAIN, _N_ENTRY = tl.constexpr(gather.N_CHAIN), tl.constexpr(gather.N_ENTRY)
-_WHOLE, _UNCHANGED = tl.constexpr(gather.WHOLE), tl.constexpr(gather.UNCHANGED)
+_N_CHAIN, _N_ENTRY = tl.constexpr(log_read.N_CHAIN), tl.constexpr(log_read.N_ENTRY)
+_WHOLE, _UNCHANGED = tl.constexpr(log_read.WHOLE), tl.constexpr(log_read.UNCHANGED)
 _COPIED = tl.constexpr(2048)  # bytes that are copied at a time
 _RUNS = tl.constexpr(64)  # runs that are applied at a time, and bytes of each
 _RUN_BYTES = tl.constexpr(16)
@@ -54,7 +54,7 @@ def decode_chains(buffer, chains, entries, out, frame_bytes, count_bytes):  # ty
     """Decode one chain per program.
 
     :param buffer: pointer to the contents of entries
-    :param chains, entries: pointers to the chains and entries, see ``gather``
+    :param chains, entries: pointers to the chains and entries, see ``log_read``
     :param out: pointer to the frames of the batch
     :param frame_bytes: bytes of a frame
     :param count_bytes: bytes of a patch's number of runs, 2 or 4

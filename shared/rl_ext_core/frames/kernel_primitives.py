@@ -8,6 +8,7 @@ checked. Callers keep 16 readable and writable bytes behind every region, becaus
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from typing import Any
 from llvmlite import ir
 from numba import int64, njit, types, uint32, uint64
 from numba.core import cgutils
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
@@ -35,7 +38,73 @@ def sources_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-_OPTIONS: dict[str, Any] = {"no_cfunc_wrapper": True, "no_rewrites": True, "error_model": "numpy"}
+class _WithoutObjects:
+    """Owner of a library without machine code."""
+
+    def set_env(self, name: str, environment: Any) -> None:
+        """Do nothing."""
+
+
+class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]
+    """LLVM code of a function that only kernels call, which becomes machine code as a part of each kernel only.
+
+    Otherwise LLVM would optimize and translate each function again in every function that calls it.
+    """
+
+    def _optimize_final_module(self) -> None:
+        """Do nothing."""
+
+    def _finalize_final_module(self) -> None:
+        """Mark the code as complete, without translating it."""
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    @property
+    def codegen(self) -> Any:
+        """Owner that numba tells of objects which the code may use. A part uses none."""
+        return _WithoutObjects()
+
+
+@contextlib.contextmanager
+def _remember_types() -> Iterator[None]:
+    """Within the context, find the types of equal calls once.
+
+    numba tries all overloads of a function at each call, three times. This takes a third of the compilation.
+    """
+    search, found = types.Function.get_call_type, dict[Any, Any]()
+
+    def get_call_type(function: Any, context: Any, args: Any, kws: Any) -> Any:
+        key = function, tuple(args), tuple(kws.items())
+        if key not in found:
+            found[key] = search(function, context, args, kws)
+        return found[key]
+
+    types.Function.get_call_type = get_call_type
+    try:
+        yield
+    finally:
+        types.Function.get_call_type = search
+
+
+class _KernelCompiler(Compiler):  # type: ignore[misc]
+    """Compiler of kernels."""
+
+    def compile_extra(self, func: Callable[..., Any]) -> Any:
+        with _remember_types():
+            return super().compile_extra(func)
+
+
+class _PartCompiler(Compiler):  # type: ignore[misc]
+    """Compiler of functions that only kernels call."""
+
+    def compile_extra(self, func: Callable[..., Any]) -> Any:
+        self.state.library = _PartLibrary(self.state.targetctx.codegen(), func.__qualname__)
+        return super().compile_extra(func)
+
+
+_BASIC_OPTIONS: dict[str, Any] = {"no_cfunc_wrapper": True, "no_rewrites": True, "error_model": "numpy"}
+_OPTIONS = {**_BASIC_OPTIONS, "pipeline_class": _KernelCompiler}
+_PART_OPTIONS = {**_BASIC_OPTIONS, "pipeline_class": _PartCompiler, "no_cpython_wrapper": True, "_nrt": False}
 _DIGEST = sources_digest(Path(__file__).parent)
 
 
@@ -50,12 +119,12 @@ def inner(function: Callable[..., Any]) -> Any:
     Without what Python calls, compilation takes two thirds of the time. Pass no literal numbers, because each one would
     be compiled separately.
     """
-    return njit(no_cpython_wrapper=True, _nrt=False, **_OPTIONS)(function)
+    return njit(**_PART_OPTIONS)(function)
 
 
 def specialize(function: Callable[..., Any]) -> Any:
     """Compile a function that only kernels call, without the branches that an argument of None excludes."""
-    return njit(no_cpython_wrapper=True, _nrt=False, **{**_OPTIONS, "no_rewrites": False})(function)
+    return njit(**{**_PART_OPTIONS, "no_rewrites": False})(function)
 
 
 def atomic_kernel(function: Callable[..., Any]) -> Any:
@@ -106,59 +175,78 @@ def _warn_once_not_cached(reason: str) -> None:
 WORD = 32  # bytes that are compared or moved at a time
 
 
+def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Define a kernel function by the code that it emits.
+
+    :param result: Type of the result.
+    :param arguments: Types of the arguments.
+    :return: Decorator of a function of the LLVM builder and the values of the arguments, which returns that of the
+        result, or None without one.
+    """
+
+    def define(emit: Callable[..., Any]) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            found = emit(builder, *values)
+            return context.get_dummy_value() if found is None else found
+
+        @functools.wraps(emit)  # numba reads the names of the arguments
+        def define_call(typingctx: Any, *given: Any) -> Any:
+            return result(*arguments), codegen
+
+        return intrinsic(define_call)
+
+    return define
+
+
+_ADDRESS = types.uint64
+
+
+def load(builder: Any, address: Any, kind: Any) -> Any:
+    """Emit code that loads a value from any address."""
+    value = builder.load(builder.inttoptr(address, kind.as_pointer()))
+    value.align = 1
+    return value
+
+
+def store(builder: Any, value: Any, address: Any) -> None:
+    """Emit code that stores a value at any address."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 1
+
+
 def _define_load(bits: int, result: Any) -> Any:
     """Define a kernel function that loads an unsigned integer of ``bits`` from an address."""
 
-    def load(typingctx: Any, address: Any) -> Any:
-        """Load an unsigned integer from an address."""
+    @instruction(result, _ADDRESS)
+    def load_integer(builder: Any, address: Any) -> Any:
+        return load(builder, address, ir.IntType(bits))
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            """Emit code that loads an unaligned integer of ``bits`` bits."""
-            value = builder.load(builder.inttoptr(args[0], ir.IntType(bits).as_pointer()))
-            value.align = 1
-            return value
-
-        return result(types.uint64), codegen
-
-    return intrinsic(load)
+    return load_integer
 
 
-def _define_store(bits: int, stored: Any) -> Any:
-    """Define a kernel function that stores an integer of ``bits`` at an address."""
+def _define_store(stored: Any) -> Any:
+    """Define a kernel function that stores an integer at an address."""
 
-    def store(typingctx: Any, address: Any, value: Any) -> Any:
-        """Store an integer at an address."""
+    @instruction(types.void, _ADDRESS, stored)
+    def store_integer(builder: Any, address: Any, value: Any) -> None:
+        store(builder, value, address)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            target = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
-            builder.store(args[1], target).align = 1
-            return context.get_dummy_value()
-
-        return types.void(types.uint64, stored), codegen
-
-    return intrinsic(store)
+    return store_integer
 
 
 load_u8 = _define_load(8, types.uint8)
 load_u16 = _define_load(16, types.uint16)
 load_u32 = _define_load(32, types.uint32)
 load_u64 = _define_load(64, types.uint64)
-store_u8 = _define_store(8, types.uint8)
-store_u16 = _define_store(16, types.uint16)
-store_u32 = _define_store(32, types.uint32)
-store_u64 = _define_store(64, types.uint64)
+store_u8 = _define_store(types.uint8)
+store_u16 = _define_store(types.uint16)
+store_u32 = _define_store(types.uint32)
+store_u64 = _define_store(types.uint64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def publish_u32(typingctx: Any, address: Any, value: Any) -> Any:
+@instruction(types.void, _ADDRESS, types.uint32)
+def publish_u32(builder: Any, address: Any, value: Any) -> None:
     """Store an integer at an aligned address, after everything that was stored before."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        target = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
-        builder.store_atomic(args[1], target, "release", 4)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint32), codegen
+    builder.store_atomic(value, builder.inttoptr(address, value.type.as_pointer()), "release", 4)
 
 
 def _define_array(dtype: Any) -> Any:
@@ -183,34 +271,21 @@ def _define_array(dtype: Any) -> Any:
 int64s, uint32s, uint16s, uint8s = map(_define_array, (types.int64, types.uint32, types.uint16, types.uint8))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _memcpy(typingctx: Any, target: Any, source: Any, n_bytes: Any) -> Any:
+@instruction(types.void, _ADDRESS, _ADDRESS, types.int64)
+def _memcpy(builder: Any, target: Any, source: Any, n_bytes: Any) -> None:
     """Copy bytes with C's ``memcpy``."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to, source_pointer = (builder.inttoptr(arg, cgutils.voidptr_t) for arg in args[:2])
-        cgutils.raw_memcpy(builder, to, source_pointer, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64, types.int64), codegen
+    to, at = (builder.inttoptr(address, cgutils.voidptr_t) for address in (target, source))
+    cgutils.raw_memcpy(builder, to, at, n_bytes, 1)
 
 
 def define_move(n_bytes: int) -> Any:
     """Define a kernel function that copies ``n_bytes`` as one vector."""
-    word = ir.VectorType(ir.IntType(8), n_bytes)
 
-    def move(typingctx: Any, target: Any, source: Any) -> Any:
-        """Copy a vector from one address to another."""
+    @instruction(types.void, _ADDRESS, _ADDRESS)
+    def move(builder: Any, target: Any, source: Any) -> None:
+        store(builder, load(builder, source, ir.VectorType(ir.IntType(8), n_bytes)), target)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            value = builder.load(builder.inttoptr(args[1], word.as_pointer()))
-            value.align = 1
-            builder.store(value, builder.inttoptr(args[0], word.as_pointer())).align = 1
-            return context.get_dummy_value()
-
-        return types.void(types.uint64, types.uint64), codegen
-
-    return intrinsic(move)
+    return move
 
 
 _move_16, _move_word = define_move(16), define_move(WORD)
@@ -244,81 +319,55 @@ def copy_bytes(target, source, n_bytes):  # type: ignore[no-untyped-def]
 copy_frame = inner(copy_bytes.py_func)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def blend_16(typingctx: Any, target: Any, source: Any, n_bytes: Any) -> Any:
+@instruction(types.void, _ADDRESS, _ADDRESS, types.uint8)
+def blend_16(builder: Any, target: Any, source: Any, n_bytes: Any) -> None:
     """Overwrite the first ``n_bytes`` of 16 bytes, and rewrite the rest unchanged."""
     word = ir.VectorType(ir.IntType(8), 16)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to = builder.inttoptr(args[0], word.as_pointer())
-        old, new = builder.load(to), builder.load(builder.inttoptr(args[1], word.as_pointer()))
-        old.align = new.align = 1
-        one = builder.insert_element(ir.Constant(word, ir.Undefined), args[2], ir.Constant(ir.IntType(32), 0))
-        lanes = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16)
-        length = builder.shuffle_vector(one, ir.Constant(word, ir.Undefined), lanes)
-        inside = builder.icmp_unsigned("<", ir.Constant(word, list(range(16))), length)
-        builder.store(builder.select(inside, new, old), to).align = 1
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64, types.uint8), codegen
+    old, new = load(builder, target, word), load(builder, source, word)
+    inside = builder.icmp_unsigned("<", ir.Constant(word, list(range(16))), splat(builder, n_bytes, 16))
+    store(builder, builder.select(inside, new, old), target)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def zero_bytes(typingctx: Any, target: Any, n_bytes: Any) -> Any:
+@instruction(types.void, _ADDRESS, types.int64)
+def zero_bytes(builder: Any, target: Any, n_bytes: Any) -> None:
     """Set bytes to zero."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to = builder.inttoptr(args[0], cgutils.voidptr_t)
-        cgutils.memset(builder, to, args[1], 0)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.int64), codegen
+    cgutils.memset(builder, builder.inttoptr(target, cgutils.voidptr_t), n_bytes, 0)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(typingctx: Any, address: Any) -> Any:
+@instruction(types.void, _ADDRESS)
+def prefetch(builder: Any, address: Any) -> None:
     """Prefetch the cache line at an address, which may be invalid."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number = ir.IntType(32)
-        signature_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, signature_type, "llvm.prefetch.p0")
-        read, keep, data = number(0), number(3), number(1)
-        builder.call(function, [builder.inttoptr(args[0], cgutils.voidptr_t), read, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(types.uint64), codegen
+    number = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, keep, data = number(0), number(3), number(1)
+    builder.call(function, [builder.inttoptr(address, cgutils.voidptr_t), read, keep, data])
 
 
 def _load_word(builder: Any, address: Any) -> Any:
     """Emit code that loads ``WORD`` bytes from an address, as a vector."""
-    value = builder.load(builder.inttoptr(address, ir.VectorType(ir.IntType(8), WORD).as_pointer()))
-    value.align = 1
-    return value
+    return load(builder, address, ir.VectorType(ir.IntType(8), WORD))
 
 
-def _is_nonzero(builder: Any, word: Any) -> Any:
+def _is_nonzero(builder: Any, vector: Any, n_bytes: int) -> Any:
     """Emit code that gives 1 if any byte of a vector is not zero, else 0."""
-    lanes = builder.bitcast(word, ir.IntType(8 * WORD))
+    lanes = builder.bitcast(vector, ir.IntType(8 * n_bytes))
     return builder.zext(builder.icmp_unsigned("!=", lanes, ir.Constant(lanes.type, 0)), ir.IntType(64))
+
+
+def _count_lanes(builder: Any, lanes: Any) -> Any:
+    """Emit code that counts the set lanes of a mask of ``WORD`` lanes."""
+    return builder.zext(builder.ctpop(builder.bitcast(lanes, ir.IntType(WORD))), ir.IntType(64))
 
 
 _LINES = 128  # bytes that are compared at a time, if regions are large
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _lines_differ(typingctx: Any, left: Any, right: Any) -> Any:
+@instruction(types.uint64, _ADDRESS, _ADDRESS)
+def _lines_differ(builder: Any, left: Any, right: Any) -> Any:
     """Return 1 if the ``_LINES`` bytes at two addresses differ, else 0."""
-    word = ir.VectorType(ir.IntType(64), _LINES // 8)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sides = [builder.load(builder.inttoptr(arg, word.as_pointer())) for arg in args]
-        for side in sides:
-            side.align = 1
-        lanes = builder.bitcast(builder.xor(*sides), ir.IntType(8 * _LINES))
-        return builder.zext(builder.icmp_unsigned("!=", lanes, ir.Constant(lanes.type, 0)), ir.IntType(64))
-
-    return types.uint64(types.uint64, types.uint64), codegen
+    sides = [load(builder, address, ir.VectorType(ir.IntType(64), _LINES // 8)) for address in (left, right)]
+    return _is_nonzero(builder, builder.xor(*sides), _LINES)
 
 
 @inner
@@ -340,27 +389,17 @@ def are_equal(left, right, n_bytes):  # type: ignore[no-untyped-def]
     return True
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def words_differ_where(typingctx: Any, left: Any, right: Any, mask: Any) -> Any:
+@instruction(types.uint64, _ADDRESS, _ADDRESS, _ADDRESS)
+def words_differ_where(builder: Any, left: Any, right: Any, mask: Any) -> Any:
     """Return 1 if the ``WORD`` bytes at two addresses differ in bits of a mask, else 0."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        difference = builder.xor(_load_word(builder, args[0]), _load_word(builder, args[1]))
-        return _is_nonzero(builder, builder.and_(difference, _load_word(builder, args[2])))
-
-    return types.uint64(types.uint64, types.uint64, types.uint64), codegen
+    difference = builder.xor(_load_word(builder, left), _load_word(builder, right))
+    return _is_nonzero(builder, builder.and_(difference, _load_word(builder, mask)), WORD)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def count_different(typingctx: Any, left: Any, right: Any) -> Any:
+@instruction(types.int64, _ADDRESS, _ADDRESS)
+def count_different(builder: Any, left: Any, right: Any) -> Any:
     """Count the ``WORD`` bytes at two addresses that differ."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        unequal = builder.icmp_unsigned("!=", _load_word(builder, args[0]), _load_word(builder, args[1]))
-        count = builder.ctpop(builder.bitcast(unequal, ir.IntType(WORD)))
-        return builder.zext(count, ir.IntType(64))
-
-    return types.int64(types.uint64, types.uint64), codegen
+    return _count_lanes(builder, builder.icmp_unsigned("!=", _load_word(builder, left), _load_word(builder, right)))
 
 
 def splat(builder: Any, value: Any, lanes: int) -> Any:
@@ -371,110 +410,71 @@ def splat(builder: Any, value: Any, lanes: int) -> Any:
     return builder.shuffle_vector(first, ir.Constant(word, ir.Undefined), every)
 
 
-def lane_distances(builder: Any, left: Any, right: Any) -> Any:
-    """Emit code that computes the absolute differences of two vectors of unsigned bytes."""
-    above = builder.icmp_unsigned(">", left, right)
-    return builder.sub(builder.select(above, left, right), builder.select(above, right, left))
-
-
 def _lanes_far_apart(builder: Any, left: Any, right: Any, bound: Any) -> Any:
-    """Emit code that makes a mask of lanes in which two vectors differ by more than ``bound``."""
-    return builder.icmp_unsigned(">", lane_distances(builder, left, right), splat(builder, bound, left.type.count))
+    """Emit code that makes a mask of lanes in which two vectors of unsigned bytes differ by more than ``bound``."""
+    above = builder.icmp_unsigned(">", left, right)
+    distances = builder.sub(builder.select(above, left, right), builder.select(above, right, left))
+    return builder.icmp_unsigned(">", distances, splat(builder, bound, left.type.count))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def count_far_apart(typingctx: Any, left: Any, right: Any, bound: Any) -> Any:
+@instruction(types.int64, _ADDRESS, _ADDRESS, types.uint8)
+def count_far_apart(builder: Any, left: Any, right: Any, bound: Any) -> Any:
     """Count the ``WORD`` bytes at two addresses that differ by more than ``bound``."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        far = _lanes_far_apart(builder, _load_word(builder, args[0]), _load_word(builder, args[1]), args[2])
-        count = builder.ctpop(builder.bitcast(far, ir.IntType(WORD)))
-        return builder.zext(count, ir.IntType(64))
-
-    return types.int64(types.uint64, types.uint64, types.uint8), codegen
+    sides = _load_word(builder, left), _load_word(builder, right)
+    return _count_lanes(builder, _lanes_far_apart(builder, *sides, bound))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def far_apart_8(typingctx: Any, left: Any, right: Any, bound: Any) -> Any:
+@instruction(types.uint64, _ADDRESS, _ADDRESS, types.uint8)
+def far_apart_8(builder: Any, left: Any, right: Any, bound: Any) -> Any:
     """Return 255 for each of 8 bytes that differs by more than ``bound``, else 0."""
     word = ir.VectorType(ir.IntType(8), 8)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sides = [builder.load(builder.inttoptr(arg, word.as_pointer())) for arg in args[:2]]
-        for side in sides:
-            side.align = 1
-        far = _lanes_far_apart(builder, sides[0], sides[1], args[2])
-        return builder.bitcast(builder.sext(far, word), ir.IntType(64))
-
-    return types.uint64(types.uint64, types.uint64, types.uint8), codegen
+    far = _lanes_far_apart(builder, load(builder, left, word), load(builder, right, word), bound)
+    return builder.bitcast(builder.sext(far, word), ir.IntType(64))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def narrow_8(typingctx: Any, target: Any, source: Any, shift: Any) -> Any:
+@instruction(types.void, _ADDRESS, _ADDRESS, types.uint32)
+def narrow_8(builder: Any, target: Any, source: Any, shift: Any) -> None:
     """Shift eight ``uint32`` right by ``shift`` bits, and store the low byte of each."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        wide, narrow = ir.VectorType(ir.IntType(32), 8), ir.VectorType(ir.IntType(8), 8)
-        values = builder.load(builder.inttoptr(args[1], wide.as_pointer()))
-        values.align = 1
-        low = builder.trunc(builder.lshr(values, splat(builder, args[2], 8)), narrow)
-        builder.store(low, builder.inttoptr(args[0], narrow.as_pointer())).align = 1
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64, types.uint32), codegen
+    values = load(builder, source, ir.VectorType(ir.IntType(32), 8))
+    low = builder.trunc(builder.lshr(values, splat(builder, shift, 8)), ir.VectorType(ir.IntType(8), 8))
+    store(builder, low, target)
 
 
 def _load_four_interleaved(builder: Any, addresses: Any) -> Any:
     """Emit code that takes 64 bytes in turn from 16 bytes at each of four addresses."""
-    narrow, wide = ir.VectorType(ir.IntType(8), 16), ir.VectorType(ir.IntType(16), 16)
+    wide = ir.VectorType(ir.IntType(16), 16)
 
     def zip_lanes(left: Any, right: Any) -> Any:
         n = left.type.count
         lanes = [lane for pair in zip(range(n), range(n, 2 * n), strict=True) for lane in pair]
         return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), 2 * n), lanes))
 
-    parts = [builder.load(builder.inttoptr(address, narrow.as_pointer())) for address in addresses]
-    for part in parts:
-        part.align = 1
-    pairs = [builder.bitcast(zip_lanes(*parts[i : i + 2]), wide) for i in (0, 2)]
-    return zip_lanes(*pairs)
+    parts = [load(builder, address, ir.VectorType(ir.IntType(8), 16)) for address in addresses]
+    return zip_lanes(*(builder.bitcast(zip_lanes(*parts[i : i + 2]), wide) for i in (0, 2)))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def interleave_4(typingctx: Any, target: Any, first: Any, second: Any, third: Any, fourth: Any) -> Any:
+@instruction(types.void, *[_ADDRESS] * 5)
+def interleave_4(builder: Any, target: Any, first: Any, second: Any, third: Any, fourth: Any) -> None:
     """Write 64 bytes that are taken in turn from 16 bytes at each of four addresses."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        stack = _load_four_interleaved(builder, args[1:])
-        builder.store(stack, builder.inttoptr(args[0], stack.type.as_pointer())).align = 1
-        return context.get_dummy_value()
-
-    return types.void(*[types.uint64] * 5), codegen
+    store(builder, _load_four_interleaved(builder, (first, second, third, fourth)), target)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def stack_of_four_differs(typingctx: Any, stack: Any, first: Any, second: Any, third: Any, fourth: Any) -> Any:
+@instruction(types.uint64, *[_ADDRESS] * 5)
+def stack_of_four_differs(builder: Any, stack: Any, first: Any, second: Any, third: Any, fourth: Any) -> Any:
     """Return 1 if 64 bytes differ from those taken in turn from 16 bytes at each of four addresses, else 0."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        expected = _load_four_interleaved(builder, args[1:])
-        found = builder.load(builder.inttoptr(args[0], expected.type.as_pointer()))
-        found.align = 1
-        lanes = builder.bitcast(builder.xor(expected, found), ir.IntType(512))
-        return builder.zext(builder.icmp_unsigned("!=", lanes, ir.Constant(lanes.type, 0)), ir.IntType(64))
-
-    return types.uint64(*[types.uint64] * 5), codegen
+    expected = _load_four_interleaved(builder, (first, second, third, fourth))
+    return _is_nonzero(builder, builder.xor(expected, load(builder, stack, expected.type)), 64)
 
 
 # Checksums. A change within eight bytes goes undetected with a probability of 2**-32.
 SUM_START = 0x2545F4914F6CDD1D
-_FACTOR = 0x9E3779B97F4A7C15
+FACTOR = 0x9E3779B97F4A7C15
 
 
 @njit(nogil=True, inline="always")
 def mix_word(total, word):  # type: ignore[no-untyped-def]
     """Add a word to a checksum."""
-    total = (uint64(total) ^ uint64(word)) * uint64(_FACTOR)
+    total = (uint64(total) ^ uint64(word)) * uint64(FACTOR)
     return total ^ (total >> uint64(29))
 
 

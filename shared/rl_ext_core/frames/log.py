@@ -34,7 +34,7 @@ from rl_ext_core.frames.log_read import (
     decode_transitions,
     find_handles,
 )
-from rl_ext_core.frames.log_recover import DAMAGED, count_records, drop_rows, replay_segment, write_note
+from rl_ext_core.frames.log_recover import DAMAGED, are_pairs, count_records, drop_rows, replay_segment, write_note
 from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, SegmentFile, list_files
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
 from rl_ext_core.frames.log_write import (
@@ -99,12 +99,14 @@ class Column(NamedTuple):
     :ivar max_error: Largest error per byte; 0 is exact.
     :ivar patches: Whether frames are stored as patches, if these are smaller.
     :ivar is_waiting: Whether a log with an error will follow, whose kernels can be used for this one.
+    :ivar is_encoded: Whether a codec encodes frames.
     """
 
     layout: StackLayout
     max_error: int = 0
     patches: bool = True
     is_waiting: bool = False
+    is_encoded: bool = False
 
 
 class FrameLog:
@@ -195,7 +197,7 @@ class FrameLog:
         self._allocate(c, fields.SCRATCH, (n_frames * (padded + PITCH_SLACK) + WORK_SLACK,))
         is_planar = bool(self.state[c + fields.ORDER] == PLANAR)
         self._scratch_bytes.append(count_scratch_bytes(layout.n_stack, padded, planar=is_planar))
-        self.state[c + fields.BOUND] = column.max_error
+        self.state[c + fields.BOUND], self.state[c + fields.ENCODED] = column.max_error, column.is_encoded
         if column.max_error:
             self._allocate(c, fields.DECODED, (n * padded + 64,))
 
@@ -698,7 +700,7 @@ class FrameLog:
         assert self.folder is not None
         for file in list_files(self.folder):
             if self.replay(file) == DAMAGED:
-                raise CorruptFileError(f"{file.path} is damaged: a checksum does not match its contents")
+                raise CorruptFileError(f"{file.path} is damaged: a record does not match its checksum or the others")
         self.check_stored()
 
     def replay(self, file: SegmentFile) -> int:
@@ -712,9 +714,11 @@ class FrameLog:
     def _replay(self, segment: Segment, number: int, expected: int) -> int:
         """Enter the transitions of a segment into the ring."""
         state, slot = self.state, self._take_slot()
+        segment.n_words = min(segment.n_words, 1 << int(state[fields.SEGMENT_SHIFT]))
         self._add_segment(slot, segment)
         state[fields.SEQUENCE] = number
-        result = int(replay_segment(state, slot, segment.n_words, expected))
+        checked = np.zeros(segment.n_words, np.uint8)
+        result = int(replay_segment(state, slot, segment.n_words, expected, checked))
         self._used[slot] = words = int(state[fields.NEXT]) & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)
         if self._live[slot]:
             state[fields.USED_WORDS] += words
@@ -767,22 +771,36 @@ class FrameLog:
         }
 
     def restore(self, contents: dict[str, Any]) -> None:
-        """Restore what :meth:`contents` has returned, in a new log with the same columns, in memory."""
+        """Restore what :meth:`contents` has returned, in a new log with the same columns, in memory.
+
+        :raises CorruptFileError: If segments do not fit the columns, or a row cannot be decoded. Other exceptions are
+            possible if contents have another form.
+        """
         state, shift = self.state, int(self.state[fields.SEGMENT_SHIFT])
         if contents["shift"] != shift:
             raise CorruptFileError(f"segments have 2**{contents['shift']} words, but these columns need 2**{shift}")
         for name, field in _COUNTERS.items():
             state[field] = contents[name]
+        if not (0 <= self.position < self.capacity and 0 <= self.stored <= self.capacity):
+            raise CorruptFileError(f"row {self.position} is not one of {self.capacity}")
         n_rows = len(contents["pairs"])
         self.pairs[:n_rows], self.rows[:n_rows] = contents["pairs"], contents["rows"]
         pairs = self.pairs[:n_rows].reshape(-1)
         if contents["segments"]:
             self._resize_tables(max(2 * max(contents["segments"]) + 2, 16))
-        self._live[:] = np.bincount(pairs[pairs != 0] >> 23 >> shift, minlength=len(self._live))
+        places = np.flatnonzero(pairs)
+        slots = pairs[places] >> 23 >> shift
+        self._live[:] = np.bincount(slots, minlength=len(self._live))
+        places, ends = places[np.argsort(slots, kind="stable")], self._live.cumsum()
+        if not np.isin(slots, [*contents["segments"]]).all():
+            raise CorruptFileError("a segment is missing")
         for slot, words in contents["segments"].items():
             segment = Segment(len(words), None, slot + 1)
             segment.words[:] = words
             self._add_segment(slot, segment)
+            some, checked = places[ends[slot] - self._live[slot] : ends[slot]], np.zeros(len(words), np.uint8)
+            if len(words) > 1 << shift or not are_pairs(state, slot, len(words), some, checked):
+                raise CorruptFileError("an entry refers to another one that does not exist")
             self._used[slot], state[fields.SEQUENCE] = len(words), max(state[fields.SEQUENCE], slot + 1)
         state[fields.USED_WORDS] = int(self._used[self._live > 0].sum())
         self._free_dead_segments()

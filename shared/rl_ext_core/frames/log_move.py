@@ -7,9 +7,9 @@ frames stay bit for bit the same, whatever encoded them.
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, njit, uint32, uint64
+from numba import int64, uint32, uint64
 
-from rl_ext_core.frames.kernel_primitives import atomic_kernel, copy_frame, int64s, kernel, load_u32, uint32s
+from rl_ext_core.frames.kernel_primitives import atomic_kernel, copy_frame, inner, int64s, kernel, load_u32, uint32s
 from rl_ext_core.frames.log_state import (
     BACKOFF,
     CHAIN_BYTES,
@@ -49,7 +49,7 @@ _STALE = 1024  # puts after which the episode of a stream is assumed to be over
 _MAX_ENTRIES = 256
 
 
-@njit(nogil=True)
+@inner
 def _set_stream(state, first, stream):  # type: ignore[no-untyped-def]
     """Let the only environment of the log write to a stream.
 
@@ -118,7 +118,7 @@ def find_rows(state, slot, n_rows, out):  # type: ignore[no-untyped-def]
     return n
 
 
-@njit(nogil=True)
+@inner
 def _entry_words(state, position):  # type: ignore[no-untyped-def]
     """Return the largest number of words that a copy of an entry takes, and the position of its key or -1."""
     kind, _, size, _, contents = read_header(address_at(state, position))
@@ -128,7 +128,7 @@ def _entry_words(state, position):  # type: ignore[no-untyped-def]
     return 4 + (size + 3) // 4, key
 
 
-@njit(nogil=True)
+@inner
 def _copy_entry(state, position, previous, key, at):  # type: ignore[no-untyped-def]
     """Copy an entry; return the position behind the copy.
 

@@ -42,7 +42,7 @@ SIZE_MASK = NARROW - 1
 WORK_FRAMES = 2  # work memory of encode_patch, in frames; ``WORK_SLACK`` bytes come on top
 WORK_SLACK = 512
 _MAX_GAP = 3  # equal bytes inside a run, because a header costs two or three bytes
-_EXACT_RUNS = 8  # more than begin in the last 16 bytes of a frame, because of the equal bytes between them
+EXACT_RUNS = 8  # more than begin in the last 16 bytes of a frame, because of the equal bytes between them
 _MAX_DENSE_GAP = 6  # if many bytes differ, because runs take time
 
 
@@ -163,7 +163,7 @@ def apply_patch(frame, patch, narrow, n_bytes, is_exact):  # type: ignore[no-unt
         header += uint64(2)
     step, skip_bits = uint64(2 if narrow else 3), uint64(8 if narrow else 16)
     data, skip_mask = header + step * uint64(n_headers), (uint64(1) << skip_bits) - uint64(1)
-    n_blended = n_headers - _EXACT_RUNS if is_exact else n_headers
+    n_blended = n_headers - EXACT_RUNS if is_exact else n_headers
     for i in range(n_headers):
         word = uint64(load_u32(header))
         header += step

@@ -15,9 +15,19 @@ from typing import Any
 
 from llvmlite import ir
 from numba import int64, types, uint8, uint32, uint64
-from numba.extending import intrinsic
 
-from rl_ext_core.frames.kernel_primitives import define_move, inner, load_u8, splat, store_u8, store_u64, uint8s
+from rl_ext_core.frames.kernel_primitives import (
+    define_move,
+    inner,
+    instruction,
+    load,
+    load_u8,
+    splat,
+    store,
+    store_u8,
+    store_u64,
+    uint8s,
+)
 
 GROUP = 64  # bytes
 _PLANES = 4  # that are added at a time
@@ -25,39 +35,23 @@ _WORD = ir.VectorType(ir.IntType(8), GROUP)
 _move_group = define_move(GROUP)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _take_plane(typingctx: Any, group: Any, bit: Any) -> Any:
+@instruction(types.uint64, types.uint64, types.uint8)
+def _take_plane(builder: Any, group: Any, bit: Any) -> Any:
     """Return bit number ``bit`` of each byte of a group."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values = builder.load(builder.inttoptr(args[0], _WORD.as_pointer()))
-        values.align = 1
-        shifted = builder.lshr(values, splat(builder, args[1], GROUP))
-        return builder.bitcast(builder.trunc(shifted, ir.VectorType(ir.IntType(1), GROUP)), ir.IntType(64))
-
-    return types.uint64(types.uint64, types.uint8), codegen
+    shifted = builder.lshr(load(builder, group, _WORD), splat(builder, bit, GROUP))
+    return builder.bitcast(builder.trunc(shifted, ir.VectorType(ir.IntType(1), GROUP)), ir.IntType(64))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _add_planes(typingctx: Any, target: Any, source: Any, planes: Any, amounts: Any) -> Any:
+@instruction(types.void, *[types.uint64] * 4)
+def _add_planes(builder: Any, target: Any, source: Any, planes: Any, amounts: Any) -> None:
     """Write a group plus ``_PLANES`` planes, the bytes of ``amounts`` times these, to another address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to, start, planes, amounts = args
-        total = builder.load(builder.inttoptr(start, _WORD.as_pointer()))
-        total.align = 1
-        zero = ir.Constant(_WORD, [0] * GROUP)
-        for number in range(_PLANES):
-            address = builder.add(planes, ir.Constant(planes.type, number * GROUP // 8))
-            bits = builder.load(builder.inttoptr(address, ir.IntType(GROUP).as_pointer()))
-            bits.align = 1
-            amount = builder.trunc(builder.lshr(amounts, ir.Constant(amounts.type, 8 * number)), ir.IntType(8))
-            mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), GROUP))
-            total = builder.add(total, builder.select(mask, splat(builder, amount, GROUP), zero))
-        builder.store(total, builder.inttoptr(to, _WORD.as_pointer())).align = 1
-        return context.get_dummy_value()
-
-    return types.void(*[types.uint64] * 4), codegen
+    total, zero = load(builder, source, _WORD), ir.Constant(_WORD, [0] * GROUP)
+    for number in range(_PLANES):
+        address = builder.add(planes, ir.Constant(planes.type, number * GROUP // 8))
+        amount = builder.trunc(builder.lshr(amounts, ir.Constant(amounts.type, 8 * number)), ir.IntType(8))
+        mask = builder.bitcast(load(builder, address, ir.IntType(GROUP)), ir.VectorType(ir.IntType(1), GROUP))
+        total = builder.add(total, builder.select(mask, splat(builder, amount, GROUP), zero))
+    store(builder, total, target)
 
 
 @inner

@@ -65,14 +65,15 @@ N_LOG = 24
     ENTRY_WORDS,  # largest number of words per entry
     ABOVE,  # distance in bytes to the one that predicts a byte of a quantized frame
     SHARED_KEY,  # first key in the open segment, -1 if there is none
+    ENCODED,  # whether a codec encodes the frames, as opaque entries
     BLOBS,  # address of the opaque entries of this push, 0 if frames are patched
     NEW_FRAMES,  # address to which new frames are copied instead of being written, 0 usually
     OBS_INPUT,  # address of this push's stacks, and their memory order
     OBS_ORDER,
     NEXT_INPUT,
     NEXT_ORDER,
-) = range(25)
-N_COLUMN = 25
+) = range(26)
+N_COLUMN = 26
 
 # Numbers of a stream, which is the sequence of frames of one environment.
 (

@@ -15,6 +15,7 @@ from rl_ext_core.frames import log_state as fields
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.layout import INTERLEAVED, StackLayout, find_layout
 from rl_ext_core.frames.log import CHAIN, FrameLog, SharedLog
+from rl_ext_core.frames.log_folder import as_corrupt_file
 from rl_ext_core.frames.log_move import copy_rows, find_rows, find_stream
 from rl_ext_core.frames.log_patch import PADDING
 from rl_ext_core.frames.log_state import N_LOG
@@ -25,7 +26,6 @@ from rl_ext_core.frames.store import Observation, StoredPart, _encode_frame, dec
 _COPY_BATCH = 64  # rows that are copied, or used to detect the layout
 _LAST_CHECK = 4096  # puts of rows after which the layout is not detected any more
 _MOST_NEW = 0.25  # rows of a put that continue no stream, above which later puts are ordered
-_LEAST_FOR_LOSS = 64  # rows before a permitted loss is used
 _MOST_STREAMS, _LEAST_STREAMS = 256, 4
 _STREAM_BYTES = 3_000_000  # newest stacks of all streams
 _MAX_EXCESS = 1.3  # words of all segments, relative to those that live rows need
@@ -249,8 +249,8 @@ class FrameTable:
         """
         if not self.log.replay_all(repair=repair) and not repair:
             raise CorruptFileError(
-                f"{self._folder} is damaged: a checksum does not match its contents. Keep the intact elements with "
-                "FrameStorage.salvage(storage_dir)"
+                f"{self._folder} is damaged: a record does not match its checksum or the others. Keep the intact "
+                "elements with FrameStorage.salvage(storage_dir)"
             )
         found = np.flatnonzero(self._pairs)
         self._n_touched = int(found[-1]) + 1 if len(found) else 0
@@ -284,12 +284,7 @@ class FrameTable:
         part = self.part
         if part.detects:
             found = find_stack_layout(part.layout, stacks, nexts)
-            before = part.settings
-            if found is not None:
-                part.set_layout(found)
-            if part.waits and (self.fixed_layout or (found is not None and len(stacks) >= _LEAST_FOR_LOSS)):
-                part.use_loss()
-            if part.settings != before:
+            if part.update_layout(found, len(stacks), is_final=self.fixed_layout):
                 self._use(self._new_log())
                 if self._shared is not None:
                     self._attach(self._shared)
@@ -298,21 +293,16 @@ class FrameTable:
     def _detect_again(self, has_next: bool) -> None:
         """Detect the layout again, and store all rows again if another one is better."""
         part = self.part
-        if not part.detects or (not part.waits and (part.is_jpeg or part.max_error)):
-            return  # the errors of a lossy codec would add up
+        if not part.can_change:
+            return
         rows = self._newest[self._pairs[self._newest] != 0]
         shape, dtype = (len(rows), *part.layout.shape), part.layout.dtype
         stacks, nexts = np.empty(shape, dtype), np.empty(shape, dtype)
         self.get(rows, stacks, nexts)
         found, before = find_stack_layout(part.layout, stacks, nexts if has_next else None), part.settings
-        if found is not None:
-            part.set_layout(found)
-        if part.waits and (found is not None or self._seen >= _LAST_CHECK) and self.n_stored >= _LEAST_FOR_LOSS:
-            part.use_loss()
-        if part.settings == before:
-            return
-        with contextlib.suppress(MemoryError):  # all rows are stored already, so they stay as they are
-            self._store_again(before)
+        if part.update_layout(found, self.n_stored, is_final=self._seen >= _LAST_CHECK):
+            with contextlib.suppress(MemoryError):  # all rows are stored already, so they stay as they are
+                self._store_again(before)
 
     def _store_again(self, before: list[Any]) -> None:
         """Copy all rows to a log with the present settings. An exception leaves the old log and settings in use."""
@@ -466,12 +456,13 @@ class FrameTable:
             raise InvalidArgumentError(
                 f"the saved images are lossy: they were made with {made_with}. Pass the same options to FrameStorage"
             )
-        part.restore(contents["settings"])
-        log, n = self._new_log(), len(contents["pairs"])
-        pairs = np.ascontiguousarray(contents["pairs"]).reshape(n, 1, 1)
-        rows = np.zeros((n, 0), dtype=np.uint8)
-        counters = {"position": 0, "stored": 0, "full": 0, "shift": contents["shift"]}
-        log.restore({**counters, "pairs": pairs, "rows": rows, "segments": dict(contents["segments"])})
+        with as_corrupt_file("the images are"):
+            part.restore(contents["settings"])
+            log, n = self._new_log(), len(contents["pairs"])
+            pairs = np.ascontiguousarray(contents["pairs"]).reshape(n, 1, 1)
+            rows = np.zeros((n, 0), dtype=np.uint8)
+            counters = {"position": 0, "stored": 0, "full": 0, "shift": contents["shift"]}
+            log.restore({**counters, "pairs": pairs, "rows": rows, "segments": dict(contents["segments"])})
         self._use(log)
         self._n_touched, self._seen = n, _LAST_CHECK + 1
 

@@ -7,23 +7,19 @@ camera, and two ViZDoom levels. ``python -m benchmarks.lossy --estimates`` measu
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
-import time
-import timeit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
-from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout, stacking_axes
+from rl_ext_core.frames.layout import StackLayout, candidate_layouts, stacking_axes
 from rl_ext_core.frames.store import FrameStore, Observation, StoredPart
 from rl_ext_core.resources import available_memory
 
@@ -34,6 +30,7 @@ __all__ = ["MemoryWatch", "Plan", "PlanRow", "format_bytes", "parse_bytes", "pla
 
 _Array = npt.NDArray[Any]
 _Transitions = Iterator[tuple[_Array, _Array]]  # observations and next observations
+_Range = tuple[float, float, float]  # lowest, probable and highest bytes
 
 # Compressed size of a frame as a fraction of its raw size, by codec and max_error, for gray and for RGB frames. The
 # three numbers are the smallest recording, the geometric middle, and the largest recording.
@@ -49,19 +46,14 @@ _DEFAULT_OPTIONS: tuple[dict[str, Any], ...] = (
     {"codec": "raw"},
     {"codec": "patch"},
     {"codec": "patch", "max_error": 4},
-    {"codec": "jpeg", "quality": DEFAULT_QUALITY},
+    {"codec": "jpeg"},
 )
 
-_MIN_TRANSITIONS = 128  # with fewer, sizes cannot be measured
-_KEPT_STEPS = 300  # steps that are kept uncompressed, to compare and time reads
-_MIN_PLAYED_STEPS = 600
-_MAX_PLAYED_STEPS = 3000  # playing stops here, even if the sizes are still uncertain
-_MAX_STORED_BYTES = 1 << 28  # of all stores together; playing stops here too
-_MEASURE_INTERVAL = 16  # transitions between two measurements of the size
-_MAX_PARTS = 10  # the steps are divided into at most this many parts, whose sizes are compared
+_STEPS = 600  # that are measured, fewer if frames are large
+_LEAST_STEPS = 128  # with fewer, sizes cannot be measured
+_MOST_BYTES = 1 << 26  # of these frames, uncompressed
+_PARTS = 10  # parts of the steps, whose sizes are compared
 _ERROR_FACTOR = 2.5  # standard errors of the parts' mean that cover 95 % for so few parts
-_RELATIVE_TOLERANCE = 0.1  # playing stops once the error of each size is below this part of it
-_BATCH, _TIMED_BATCHES = 32, 32  # transitions per batch, and number of batches, whose reads are timed
 
 
 def format_bytes(n_bytes: float) -> str:
@@ -95,13 +87,12 @@ class PlanRow:
     """Memory and speed of one way to store transitions.
 
     :param name: Codec and its options, for people to read
-    :param options: Options for ``FrameStore.adaptive`` and the buffers; empty for Stable Baselines3's own buffers
+    :param options: Options for ``Observation`` and the buffers; empty for Stable Baselines3's own buffers
     :param bytes_a_transition: Bytes per transition, with action, reward and flags; the geometric middle of an estimate
     :param range: Lowest and highest bytes per transition. For an estimate, they are the smallest and the largest
         recording. For a measurement, they are a 95 % interval. None for Stable Baselines3's own buffers.
     :param total_bytes: Bytes of all transitions
     :param times_less: Factor by which it takes less memory than Stable Baselines3's ``ReplayBuffer``
-    :param sample_us: CPU time to read both observations of a transition, in microseconds; None if not measured
     :param lossy: Whether observations may change
     :param capacity: Number of transitions that fit into the budget; None without a budget
     :param fits: Whether all transitions fit into the budget; None without a budget
@@ -113,7 +104,6 @@ class PlanRow:
     range: tuple[float, float] | None
     total_bytes: int
     times_less: float
-    sample_us: float | None
     lossy: bool
     capacity: int | None
     fits: bool | None
@@ -133,14 +123,12 @@ class PlanRow:
             "fits": fits,
             "capacity": "?" if self.capacity is None else f"{self.capacity:,}",
             "less than SB3": f"{self.times_less:,.1f}x",
-            "read": "" if self.sample_us is None else f"{self.sample_us:.0f} us",
             "exact": "no" if self.lossy else "yes",
         }
 
 
 _TABLE_LEGEND = """
 transition: bytes with action, reward and flags; capacity: number of transitions that fit into the budget;
-read: CPU time per transition, images only, channel-first as VecTransposeImage and ToTensorImage make them;
 smaller or gray images take less memory in every row: gymnasium's ResizeObservation, GrayscaleObservation
 """
 _MEASURED = "in brackets: the expected range for more steps of the same policy; another policy sees other frames"
@@ -230,37 +218,31 @@ def plan(
     dtype: npt.DTypeLike = np.uint8,
     n_stack: int | None = None,
     n_envs: int = 1,
-    frames: Any = None,
     env: gymnasium.Env[Any, Any] | Callable[[], Any] | None = None,
     steps: int | None = None,
     seed: int = 0,
     max_bytes: int | None = None,
-    codecs: Sequence[str | Mapping[str, Any]] | None = None,
 ) -> Plan:
     """Compute the memory that each way to store ``size`` transitions of images takes.
 
-    Sizes are measured on ``frames``, or on the frames of a random policy in ``env``. Without either they are estimates,
-    marked as such, with the range of this project's recordings.
+    Sizes are measured on the frames of a random policy in ``env``. Without it they are estimates, marked as such, with
+    the range of this project's recordings.
 
-    :param shape: Shape of an observation, stacked as the buffer gets it; None to use that of ``frames`` or ``env``
+    :param shape: Shape of an observation, stacked as the buffer gets it; None to use that of ``env``
     :param size: Number of transitions over all environments
-    :param dtype: Dtype of an observation, if neither ``frames`` nor ``env`` is given
+    :param dtype: Dtype of an observation, if ``env`` is not given
     :param n_stack: Frames per observation; None to detect them
     :param n_envs: Number of environments of the buffer
-    :param frames: Consecutive observations of one environment, or its single frames, at least 129
     :param env: A gymnasium environment, or a function that creates one; the plan closes an environment it created
-    :param steps: Steps of the random policy; None for 600 to 3000 steps, until each size is known within 10 %
+    :param steps: Steps of the random policy, at least 128; None for 600, or fewer if frames are large
     :param seed: Seed of the random policy and the environment
     :param max_bytes: Budget in bytes; None for the free memory of this machine
-    :param codecs: Names of codecs, or mappings of options such as ``{"codec": "patch", "max_error": 4}``; None for all
-        that suit the observations
     :return: The plan, with one row for each way to store transitions
     :raises InvalidArgumentError: If an argument is out of range, or does not fit the observations
     :raises InvalidTypeError: If an argument has the wrong type
-    :raises MissingDependencyError: If a codec in ``codecs`` needs a package that is not installed
 
     >>> from rl_ext_core.frames import plan
-    >>> found = plan((4, 84, 84), 100_000, n_stack=4, codecs=["patch"])
+    >>> found = plan((4, 84, 84), 100_000, n_stack=4)
     >>> found.row("SB3 ReplayBuffer").total_bytes > 5 * found.row("patch").total_bytes
     True
     """
@@ -269,73 +251,45 @@ def plan(
             continue
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise InvalidTypeError(f"{name}={value!r} must be an integer; for example {name}=1_000_000")
-        if value < 1:
-            raise InvalidArgumentError(f"{name}={value} must be at least 1")
-    if frames is not None and env is not None:
-        raise InvalidArgumentError("frames and env exclude each other; pass the one to measure")
-    if frames is None and env is None and shape is None:
-        raise InvalidArgumentError(
-            "shape=None needs frames or env; pass one of them, or for example shape=(100, 100, 9)"
-        )
+        least = _LEAST_STEPS if name == "steps" else 1
+        if value < least:
+            raise InvalidArgumentError(f"{name}={value} must be at least {least}")
     given = None if shape is None else tuple(map(int, shape))
-    with ExitStack() as opened:
-        sample: _Sample | None = None
-        if frames is not None:
-            sample = _sample_frames(frames, given, n_stack)
-        elif env is not None:
-            sample = _sample_random_policy(env, opened, steps, given, n_stack, seed)
-        layout = _guess_layout(given or (), dtype, n_stack) if sample is None else sample.layout
-        option_sets = (
-            _suitable_options(layout) if codecs is None else [_normalize_options(option_set) for option_set in codecs]
-        )
-        if sample is None:
-            costs, plain_us = [_estimate_cost(layout, option_set) for option_set in option_sets], None
-            source = "the range of recordings of games and robots"
-        else:
-            costs, count = _measure_costs(sample, option_sets)
-            plain_us = _time_read_us(lambda rows: (sample.before[rows], sample.after[rows]), len(sample.before))
-            source = sample.source if env is None else f"{sample.source}, {count} steps of a random policy"
+    row_bytes = _ROW_BYTES
+    if env is not None:
+        layout, given, source, row_bytes, sizes = _measure_env(env, given, n_stack, steps, seed)
+    elif given is None:
+        raise InvalidArgumentError("shape=None needs env; pass it, or for example shape=(100, 100, 9)")
+    else:
+        layout, source = _guess_layout(given, dtype, n_stack), "the range of recordings of games and robots"
+        sizes = [(options, _estimate_bytes(layout, options)) for options in _suitable_options(layout)]
     head = Plan(
-        shape=layout.shape if sample is None else sample.shape,
+        shape=given,
         dtype=str(layout.dtype),
         size=int(size),
         n_envs=int(n_envs),
         n_stack=int(layout.n_stack),
-        measured=sample is not None,
+        measured=env is not None,
         source=source,
         free_bytes=available_memory(),
         max_bytes=None if max_bytes is None else int(max_bytes),
         rows=(),
     )
-    row = functools.partial(_make_row, head, layout, _ROW_BYTES if sample is None else sample.row_bytes)
-    rows = [
-        row("SB3 ReplayBuffer", {}, _Cost(2 * layout.stack_bytes, sample_us=plain_us)),
-        row("SB3 optimize_memory_usage", {}, _Cost(layout.stack_bytes, sample_us=plain_us)),
-    ]
-    for options, cost in zip(option_sets, costs, strict=True):
+    plain = {"SB3 ReplayBuffer": 2 * layout.stack_bytes, "SB3 optimize_memory_usage": layout.stack_bytes}
+    rows = [_make_row(head, layout, row_bytes, name, {}, (n_bytes,) * 3) for name, n_bytes in plain.items()]
+    for options, found in sizes:
         name = ", ".join([options["codec"], *(f"{key}={value}" for key, value in options.items() if key != "codec")])
-        rows.append(row(name, options, cost))
+        rows.append(_make_row(head, layout, row_bytes, name, options, found))
     return replace(head, rows=tuple(rows))
 
 
-def _normalize_options(option_set: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return codec options as a dict with ``codec``; raise if there are unknown ones."""
-    options = {"codec": option_set} if isinstance(option_set, str) else dict(option_set)
-    if unknown := sorted(set(options) - {"codec", "max_error", "quality"}):
-        raise InvalidArgumentError(
-            f"codecs has {option_set!r} with {unknown}; expected codec, max_error or quality, for "
-            'example {"codec": "patch", "max_error": 4}'
-        )
-    return {"codec": "patch", **options}
-
-
-def _suitable_options(layout: StackLayout) -> list[dict[str, Any]]:
-    """Return the default options that the observations and the installed packages allow."""
+def _suitable_options(layout: StackLayout, n_stack: int | None = None) -> list[dict[str, Any]]:
+    """Return the options that the observations and the installed packages allow."""
     found = []
-    for option_set in _DEFAULT_OPTIONS:
+    for options in _DEFAULT_OPTIONS:
         with suppress(InvalidArgumentError, InvalidTypeError, ImportError):
-            StoredPart(None, Observation(layout.shape, layout.dtype, n_stack=layout.n_stack, **option_set), 1)
-            found.append(option_set)
+            StoredPart(None, Observation(layout.shape, layout.dtype, n_stack=n_stack, **options), 1)
+            found.append(options)
     return found
 
 
@@ -348,85 +302,102 @@ def _guess_layout(shape: tuple[int, ...], dtype: npt.DTypeLike, n_stack: int | N
     return by_channels.get(3) or by_channels.get(1) or layouts[-1]
 
 
-def _estimate_bytes(layout: StackLayout, options: Mapping[str, Any]) -> tuple[float, ...] | None:
-    """Return lowest, middle and highest bytes per transition in the recordings.
-
-    The result is None if there is no recording with these options.
-    """
+def _estimate_bytes(layout: StackLayout, options: Mapping[str, Any]) -> _Range:
+    """Return lowest, middle and highest bytes per transition in the recordings, or those of whole frames."""
     channels = layout.frame_channels if layout.n_stack > 1 else min(layout.shape[0], layout.shape[-1])
-    found = _RECORDED_FRACTIONS.get((options["codec"], options.get("max_error", 0)))
-    return found and tuple(part * layout.frame_bytes + _INDEX_BYTES for part in found[channels != 1])
-
-
-def _estimate_cost(layout: StackLayout, options: Mapping[str, Any]) -> _Cost:
-    """Estimate the bytes per transition without data; raise if there is no estimate."""
-    if (likely := _estimate_bytes(layout, options)) is None:
-        raise InvalidArgumentError(
-            f"codecs has {dict(options)}, which has no estimate; pass frames= or env= to measure it"
-        )
-    low, middle, high = likely
-    return _Cost(middle, (low, high))
-
-
-class _Cost(NamedTuple):
-    """Bytes and reading time of a transition."""
-
-    frame_bytes: float  # of both observations
-    range: tuple[float, float] | None = None  # lowest and highest frame_bytes to expect
-    sample_us: float | None = None
+    found = _RECORDED_FRACTIONS.get((options["codec"], options.get("max_error", 0)), _RECORDED_FRACTIONS["raw", 0])
+    low, middle, high = (part * layout.frame_bytes + _INDEX_BYTES for part in found[channels != 1])
+    return low, middle, high
 
 
 def _make_row(
-    plan: Plan, layout: StackLayout, row_bytes: int, name: str, options: Mapping[str, Any], cost: _Cost
+    plan: Plan, layout: StackLayout, row_bytes: int, name: str, options: Mapping[str, Any], sizes: _Range
 ) -> PlanRow:
-    """Build a row of a plan; empty options are Stable Baselines3's own buffers."""
-    per_transition = cost.frame_bytes + row_bytes
+    """Build a row of a plan; empty options are Stable Baselines3's own buffers.
+
+    :param sizes: Lowest, probable and highest bytes of both observations.
+    """
+    low, middle, high = (size + row_bytes for size in sizes)
     # For each environment, a store also has the newest stacks and an open segment.
     fixed = plan.n_envs * (3 * layout.stack_bytes + 20 * layout.frame_bytes) if options else 0
-    total = int(per_transition * plan.size + fixed)
+    total = int(middle * plan.size + fixed)
     return PlanRow(
         name=name,
         options=dict(options),
-        bytes_a_transition=per_transition,
-        range=cost.range and (cost.range[0] + row_bytes, cost.range[1] + row_bytes),
+        bytes_a_transition=middle,
+        range=(low, high) if options else None,
         total_bytes=total,
-        times_less=(2 * layout.stack_bytes + row_bytes) / per_transition,
-        sample_us=cost.sample_us,
+        times_less=(2 * layout.stack_bytes + row_bytes) / middle,
         lossy=bool(options.get("max_error")) or options.get("codec") == "jpeg",
-        capacity=None if plan.budget is None else max(int((plan.budget - fixed) / per_transition), 0),
+        capacity=None if plan.budget is None else max(int((plan.budget - fixed) / middle), 0),
         fits=None if plan.budget is None else total <= plan.budget,
     )
 
 
-class _Sample(NamedTuple):
-    """Consecutive transitions of one environment, with channel-first images."""
+def _measure_env(
+    env: Any, shape: tuple[int, ...] | None, n_stack: int | None, steps: int | None, seed: int
+) -> tuple[StackLayout, tuple[int, ...], str, int, list[tuple[dict[str, Any], _Range]]]:
+    """Measure sizes on the frames of a random policy.
 
-    before: _Array
-    after: _Array  # the terminal observation if an episode ends
-    layout: StackLayout
-    shape: tuple[int, ...]  # of an observation before it was made channel-first
-    source: str
-    row_bytes: int
-    rest: _Transitions  # the following transitions, produced on demand
-
-
-def _make_sample(
-    steps: _Transitions, source: str, n_stack: int | None, kept: int | None = None, row_bytes: int = _ROW_BYTES
-) -> _Sample:
-    """Build a sample of transitions.
-
-    :param kept: Number of transitions to keep in memory; None for all
+    :return: Layout of stored observations, shape of given ones, source of frames, bytes of a row without frames, and
+        sizes of each way to store.
     """
-    first = list(itertools.islice(steps, kept))
-    if len(first) < _MIN_TRANSITIONS:
-        raise InvalidArgumentError(
-            f"{source} has {len(first)} transitions, expected at least {_MIN_TRANSITIONS}; pass more frames or steps"
-        )
-    before, after = (np.stack([_channel_first(stack) for stack in part]) for part in zip(*first, strict=True))
-    candidates = list(candidate_layouts(before.shape[1:], before.dtype, n_stack=n_stack))
-    found = find_layout(before.shape[1:], before.dtype, before, after) if n_stack is None else None
-    rest = ((_channel_first(one), _channel_first(other)) for one, other in steps)
-    return _Sample(before, after, found or candidates[-1], first[0][0].shape, source, row_bytes, rest)
+    with ExitStack() as opened:
+        if isinstance(env, type) or not hasattr(env, "observation_space"):  # classes may define their spaces
+            if not callable(env):
+                raise InvalidTypeError(f"env={env!r} is not a gymnasium.Env; pass one, or a function that creates one")
+            env = env()
+            if isinstance(env, type) or not hasattr(env, "observation_space"):
+                raise InvalidTypeError(f"env() returned {env!r}, expected a gymnasium.Env")
+            opened.callback(env.close)
+        space = env.observation_space
+        if not hasattr(space, "dtype") or not getattr(space, "shape", None):
+            raise InvalidTypeError(
+                f"env.observation_space is {space}, expected a Box; wrap the environment so that it returns only the "
+                "image"
+            )
+        source = getattr(getattr(env, "spec", None), "id", None) or type(env.unwrapped).__name__
+        times, axis = _find_stacking(tuple(space.shape), shape, n_stack, source)
+        action = np.asarray(env.action_space.sample())
+        row_bytes = _ROW_BYTES - 8 + action.size * (4 if action.dtype.kind == "f" else 8)
+        n_bytes = int(np.prod(space.shape)) * space.dtype.itemsize
+        steps = steps or max(min(_STEPS, _MOST_BYTES // n_bytes), _LEAST_STEPS)
+        played = itertools.islice(_play_transitions(env, times, axis, seed), steps)
+        shape, layout, sizes = measure_transitions(played, steps, n_stack=times if times > 1 else n_stack)
+    return layout, shape, f"{source}, {steps} steps of a random policy", row_bytes, sizes
+
+
+def measure_transitions(
+    transitions: _Transitions, steps: int, *, n_stack: int | None = None
+) -> tuple[tuple[int, ...], StackLayout, list[tuple[dict[str, Any], _Range]]]:
+    """Measure the size of the observations of successive transitions of one environment, stored in each way.
+
+    :param transitions: Observations and next observations.
+    :param steps: Number of transitions.
+    :param n_stack: Frames per observation; None to detect them.
+    :return: Shape of an observation, layout of stored ones, and options and sizes of each way. Sizes are the lowest,
+        probable and highest bytes per transition, a 95 % interval.
+    """
+    first, *_ = head = list(itertools.islice(transitions, 1))
+    image = _channel_first(first[0])
+    layout, stores, sizes = StackLayout(image.shape, image.dtype, 1, 0), [], []
+    option_sets = _suitable_options(layout, n_stack)
+    for options in option_sets:
+        stores.append(FrameStore(steps, 1, Observation(image.shape, image.dtype, n_stack=n_stack, **options)))
+    # The first frames and the buffers are a constant cost. So sizes are measured after the first quarter.
+    edges = np.linspace(steps // 4, steps, _PARTS + 1).astype(np.int64)
+    for count, pair in enumerate(itertools.chain(head, transitions), start=1):
+        for store in stores:
+            store.append(*(_channel_first(stack)[None] for stack in pair))
+        if count in edges:
+            sizes.append([store.nbytes for store in stores])
+    parts = np.diff(np.array(sizes, dtype=np.float64), axis=0) / np.diff(edges)[:, None]
+    errors, ranges = _ERROR_FACTOR * parts.std(axis=0, ddof=1) / np.sqrt(_PARTS), []
+    for mean, error in zip(
+        ((np.array(sizes[-1]) - sizes[0]) / (steps - edges[0])).tolist(), errors.tolist(), strict=True
+    ):
+        ranges.append((mean / (1 + error / mean), mean, mean + error))
+    return first[0].shape, stores[0].layout, list(zip(option_sets, ranges, strict=True))
 
 
 def _channel_first(image: _Array) -> _Array:
@@ -435,52 +406,14 @@ def _channel_first(image: _Array) -> _Array:
     return np.ascontiguousarray(np.moveaxis(image, -1, 0) if is_last else image)
 
 
-def _sample_frames(frames: Any, shape: tuple[int, ...] | None, n_stack: int | None) -> _Sample:
-    """Build a sample from consecutive observations, or single frames, of one environment."""
-    given = np.asarray(frames)
-    if given.ndim < 2:
-        raise InvalidArgumentError(
-            f"frames has shape {given.shape}, expected (n, *shape); pass consecutive observations of one environment"
-        )
-    stacks = itertools.accumulate([None, *given], _make_stacker(given.shape[1:], shape, n_stack, "frames"))
-    next(stacks)  # skips the initial None
-    return _make_sample(itertools.pairwise(stacks), f"frames ({len(given)} of them)", n_stack)
+def _play_transitions(env: Any, n_stack: int, axis: int, seed: int) -> _Transitions:
+    """Generate pairs of successive observations of a random policy, of which each is a stack of frames.
 
-
-def _sample_random_policy(
-    env: Any, opened: ExitStack, steps: int | None, shape: tuple[int, ...] | None, n_stack: int | None, seed: int
-) -> _Sample:
-    """Build a sample from a random policy in an environment.
-
-    :param env: A gymnasium environment, or a function that creates one
-    :param opened: Stack that closes an environment created here
+    A new episode begins with frames of zeros, as in ``VecFrameStack``.
     """
-    if isinstance(env, type) or not hasattr(env, "observation_space"):  # classes may define their spaces
-        if not callable(env):
-            raise InvalidTypeError(f"env={env!r} is not a gymnasium.Env; pass one, or a function that creates one")
-        env = env()
-        if isinstance(env, type) or not hasattr(env, "observation_space"):
-            raise InvalidTypeError(f"env() returned {env!r}, expected a gymnasium.Env")
-        opened.callback(env.close)
-    space = env.observation_space
-    if not hasattr(space, "dtype") or not getattr(space, "shape", None):
-        raise InvalidTypeError(
-            f"env.observation_space is {space}, expected a Box; for a Dict, pass the image's frames as frames=, "
-            "or wrap the environment so that it returns only the image"
-        )
-    source = getattr(getattr(env, "spec", None), "id", None) or type(env.unwrapped).__name__
-    push_frame = _make_stacker(tuple(space.shape), shape, n_stack, source)
-    action = np.asarray(env.action_space.sample())
-    row_bytes = _ROW_BYTES - 8 + action.size * (4 if action.dtype.kind == "f" else 8)
-    played = itertools.islice(_play_transitions(env, push_frame, seed), steps or _MAX_PLAYED_STEPS)
-    return _make_sample(played, source, n_stack, steps or _KEPT_STEPS, row_bytes)
+    space, frames = env.observation_space, []
 
-
-def _play_transitions(env: Any, push_frame: Callable[[Any, _Array], _Array], seed: int) -> _Transitions:
-    """Generate pairs of successive observations of a random policy, stacked."""
-    space = env.observation_space
-
-    def to_stack(observation: Any, older: _Array | None = None) -> _Array:
+    def stack(observation: Any) -> _Array:
         """Check an observation's shape, and return the stack that ends with it."""
         frame = np.array(observation)  # a copy, because environments may overwrite theirs
         if frame.shape != space.shape:
@@ -488,102 +421,38 @@ def _play_transitions(env: Any, push_frame: Callable[[Any, _Array], _Array], see
                 f"env returned an observation of shape {frame.shape}, but its observation_space has shape "
                 f"{space.shape}; fix the environment"
             )
-        return push_frame(older, frame.astype(space.dtype, copy=False))
+        frames.append(frame.astype(space.dtype, copy=False))
+        del frames[:-n_stack]
+        padding = [np.zeros_like(frame)] * (n_stack - len(frames))
+        return np.concatenate([*padding, *frames], axis)
 
     env.action_space.seed(seed)
-    after = to_stack(env.reset(seed=seed)[0])
+    after = stack(env.reset(seed=seed)[0])
     while True:
         observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
-        before, after = after, to_stack(observation, after)
+        before, after = after, stack(observation)
         yield before, after
         if terminated or truncated:
-            after = to_stack(env.reset()[0])
+            frames.clear()
+            after = stack(env.reset()[0])
 
 
-def _make_stacker(
+def _find_stacking(
     frame: tuple[int, ...], shape: tuple[int, ...] | None, n_stack: int | None, source: str
-) -> Callable[[Any, _Array], _Array]:
-    """Build a function that stacks a source's arrays to observations of ``shape``."""
+) -> tuple[int, int]:
+    """Return the number of arrays of an environment to stack, and the axis, for observations of ``shape``."""
     if shape is None:
-        return functools.partial(_push_frame, n_stack=n_stack or 1, axis=stacking_axes(frame)[0])
+        return n_stack or 1, stacking_axes(frame)[0]
     if frame == shape:
-        return functools.partial(_push_frame, n_stack=1, axis=0)
+        return 1, 0
     for axis in (len(shape) - 1, 0) if len(frame) == len(shape) else ():
         times = shape[axis] // frame[axis]
-        whole = (*frame[:axis], frame[axis] * times, *frame[axis + 1 :])
-        if whole == shape and n_stack in (None, times):
-            return functools.partial(_push_frame, n_stack=times, axis=axis)
+        if (*frame[:axis], frame[axis] * times, *frame[axis + 1 :]) == shape and n_stack in (None, times):
+            return times, axis
     raise InvalidArgumentError(
         f"{source} has arrays of shape {frame}, which are neither observations of shape {shape} nor frames that stack "
         f"to them; pass shape={frame}, or wrap the environment so that it returns the stored observations"
     )
-
-
-def _push_frame(older: _Array | None, frame: _Array, *, n_stack: int, axis: int) -> _Array:
-    """Append a frame to a stack, as ``VecFrameStack`` does.
-
-    A new episode begins with a stack of zeros.
-    """
-    if n_stack == 1:
-        return frame
-    if older is None:
-        older = np.concatenate([np.zeros_like(frame)] * n_stack, axis)
-    return np.split(np.concatenate([older, frame], axis), [frame.shape[axis]], axis)[1]
-
-
-def _measure_costs(sample: _Sample, option_sets: Sequence[Mapping[str, Any]]) -> tuple[list[_Cost], int]:
-    """Measure the cost of each way to store a sample.
-
-    Sizes vary over time, for example with resets and camera motion. So the size is measured part by part, and more
-    transitions are stored until the parts agree.
-    """
-    stores, kept = [_make_store(sample, options) for options in option_sets], len(sample.before)
-    first, sizes, count = kept // 4, [], 0
-    transitions = itertools.chain(zip(sample.before, sample.after, strict=True), sample.rest)
-    for count, (before, after) in enumerate(transitions, start=1):
-        for store in stores:
-            store.append(before[None], after[None])
-        # Only growth is measured, because the first frames and the buffers are a constant cost.
-        if count < first or (count - first) % _MEASURE_INTERVAL:
-            continue
-        sizes.append([store.nbytes for store in stores])
-        if count > kept:
-            means, errors = _bytes_per_transition(sizes)
-            known = count >= _MIN_PLAYED_STEPS and (errors <= _RELATIVE_TOLERANCE * (means + sample.row_bytes)).all()
-            if known or sum(sizes[-1]) > _MAX_STORED_BYTES:
-                break
-    costs = zip(stores, *_bytes_per_transition(sizes), strict=True)
-    return [_measure_cost(store, float(mean), float(error)) for store, mean, error in costs], count
-
-
-def _make_store(sample: _Sample, options: Mapping[str, Any]) -> FrameStore:
-    """Create an empty store for a sample."""
-    layout, capacity = sample.layout, max(len(sample.before), _MAX_PLAYED_STEPS)
-    return FrameStore.adaptive(capacity, 1, layout.shape, layout.dtype, n_stack=layout.n_stack, **options)
-
-
-def _bytes_per_transition(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Array]:
-    """Return the bytes per transition of each store, and their estimated errors."""
-    measured_sizes, n_windows = np.array(sizes, dtype=np.float64), len(sizes) - 1
-    edges = np.linspace(0, n_windows, min(n_windows, _MAX_PARTS) + 1).astype(np.int64)
-    parts = np.diff(measured_sizes[edges], axis=0) / (_MEASURE_INTERVAL * np.diff(edges)[:, None])
-    errors = _ERROR_FACTOR * parts.std(axis=0, ddof=1) / np.sqrt(len(parts))
-    return (measured_sizes[-1] - measured_sizes[0]) / (_MEASURE_INTERVAL * n_windows), errors
-
-
-def _measure_cost(store: FrameStore, mean: float, error: float) -> _Cost:
-    """Measure the reading time of a store."""
-    batch = np.empty((2, _BATCH, *store.layout.shape), store.layout.dtype)
-    microseconds = _time_read_us(lambda rows: store.get(rows, np.zeros_like(rows), batch[0], batch[1]), store.size)
-    return _Cost(mean, (mean / (1 + error / mean), mean + error), microseconds)
-
-
-def _time_read_us(read: Callable[[npt.NDArray[np.int64]], Any], n_rows: int) -> float:
-    """Measure the CPU time to read a transition, in microseconds."""
-    rng = np.random.default_rng(0)
-    timer = timeit.Timer(lambda: read(rng.integers(n_rows, size=_BATCH)), timer=time.thread_time)
-    timer.timeit(1)  # the first read also compiles and allocates
-    return timer.timeit(_TIMED_BATCHES) / (_TIMED_BATCHES * _BATCH) * 1e6
 
 
 class MemoryWatch:
@@ -618,8 +487,8 @@ class MemoryWatch:
         layout, options = part.layout, part.options._asdict()
         if layout.n_stack == 1:
             layout = _guess_layout(layout.shape, layout.dtype, options["n_stack"])
-        likely = _estimate_bytes(layout, options) if len(layout.shape) > 1 else None
-        return tuple(int(self._store.capacity * part.n_envs * size) for size in likely or (layout.frame_bytes,) * 3)
+        sizes = _estimate_bytes(layout, options) if len(layout.shape) > 1 else (layout.frame_bytes,) * 3
+        return tuple(int(self._store.capacity * part.n_envs * size) for size in sizes)
 
     def _warning_text(self, free: int, expected: float, how: str) -> str:
         """Return the warning, with sizes and the command that measures them."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,10 @@ import numpy.typing as npt
 from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError, StorageError
-from rl_ext_core.frames.checkpoint import FORMAT, checksum, format_error, load, reduce_with_lock, save
-from rl_ext_core.frames.codecs import check_codec, check_numba, validate_max_error
-from rl_ext_core.frames.jpeg import DEFAULT_QUALITY, JpegCodec
+from rl_ext_core.frames.checkpoint import FORMAT, checksum, format_error, reduce_with_lock
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, JpegCodec, check_codec, check_numba, validate_max_error
 from rl_ext_core.frames.layout import INTERLEAVED, PLANAR, StackLayout, candidate_layouts, find_layout
-from rl_ext_core.frames.log_folder import LogFolder
+from rl_ext_core.frames.log_folder import MANIFEST, LogFolder, as_corrupt_file
 from rl_ext_core.frames.memory import address_of
 from rl_ext_core.frames.threads import run_in_threads
 
@@ -117,7 +116,7 @@ class RecoveryReport(NamedTuple):
     :ivar kept: Transitions in the store.
     :ivar lost: Transitions that were being written when the previous process was killed: 0 or 1.
 
-    >>> store = FrameStore.adaptive(1000, 1, shape, dtype, storage_dir="run1", resume=True)  # doctest: +SKIP
+    >>> store = FrameStore(1000, 1, observation, storage_dir="run1", resume=True)  # doctest: +SKIP
     >>> store.recovered  # doctest: +SKIP
     RecoveryReport(kept=512, lost=1)
     """
@@ -158,6 +157,11 @@ class StoredPart:
         self.waits = self.detects and (self.is_jpeg or self.max_error > 0)
         self.set_layout(layouts[-1] if self.detects else layouts[0])
 
+    @property
+    def can_change(self) -> bool:
+        """Whether the layout is detected, and may still change. The errors of a lossy codec would add up."""
+        return self.detects and (self.waits or not (self.is_jpeg or self.max_error))
+
     def _has_images(self, layout: StackLayout) -> bool:
         """Return whether the frames of a layout are images that JPEG can store."""
         try:
@@ -180,12 +184,22 @@ class StoredPart:
         if self.is_jpeg and not self.waits:
             self.encoder = JpegCodec(layout, self.options.quality)
 
-    def use_loss(self) -> None:
-        """Use the permitted loss from now on."""
-        self.waits = False
-        allowed = self._lossy_layouts
-        layout = self.layout
-        self.set_layout(layout if layout in allowed else allowed[-1])
+    def update_layout(self, found: StackLayout | None, n_stored: int, *, is_final: bool) -> bool:
+        """Use a layout that was detected, and the permitted loss once the layout is known.
+
+        :param found: The layout, or None if it was not found.
+        :param n_stored: Transitions per environment that would be stored again.
+        :param is_final: Whether the layout will not be detected again.
+        :return: Whether the settings have changed.
+        """
+        before = self.settings
+        if found is not None:
+            self.set_layout(found)
+        if self.waits and (is_final or (found is not None and n_stored >= _LEAST_FOR_LOSS)):
+            self.waits = False
+            allowed = self._lossy_layouts
+            self.set_layout(self.layout if self.layout in allowed else allowed[-1])
+        return self.settings != before
 
     @property
     def codec(self) -> str:
@@ -199,7 +213,8 @@ class StoredPart:
         from rl_ext_core.frames.log import Column
 
         is_waiting, patches = self.waits and self.max_error > 0, self.options.codec != "raw"
-        return Column(self.layout, 0 if self.waits else self.max_error, patches=patches, is_waiting=is_waiting)
+        bound, is_encoded = 0 if self.waits else self.max_error, self.encoder is not None
+        return Column(self.layout, bound, patches=patches, is_waiting=is_waiting, is_encoded=is_encoded)
 
     @property
     def settings(self) -> list[Any]:
@@ -208,9 +223,15 @@ class StoredPart:
         return [list(map(int, layout.shape)), layout.dtype.str, int(layout.n_stack), int(layout.axis), self.waits]
 
     def restore(self, settings: list[Any]) -> None:
-        """Use the layout of a store that was opened or loaded."""
+        """Use the layout of a store that was opened or loaded.
+
+        :raises CorruptFileError: If the observations cannot have this layout.
+        """
         shape, dtype, n_stack, axis, self.waits = settings
-        self.set_layout(StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis))
+        layout = StackLayout(self.layout.shape, self.layout.dtype, index(n_stack), axis)
+        if [*shape] != [*layout.shape] or dtype != layout.dtype.str or axis not in (0, len(shape) - 1):
+            raise CorruptFileError(f"settings={settings} do not fit observations of shape {layout.shape}")
+        self.set_layout(layout)
 
     def prepare(self, stacks: Any, name: str) -> tuple[Array, int]:
         """Check a batch of stacks, and copy it if the kernels cannot read its memory order.
@@ -309,6 +330,8 @@ class FrameStore:
         self.capacity, self.n_envs = index(capacity), index(n_envs)
         self.max_bytes = None if max_bytes is None else index(max_bytes)
         self.row_dtype = None if row_dtype is None else np.dtype(row_dtype)
+        if self.row_dtype is not None and self.row_dtype.hasobject:
+            raise InvalidTypeError(f"row_dtype={row_dtype!r} contains Python objects, expected numbers")
         by_key = observation if isinstance(observation, Mapping) else {None: observation}
         self.parts: dict[Any, StoredPart] = {}
         for key, options in by_key.items():
@@ -328,31 +351,6 @@ class FrameStore:
             self._folder.abandon()
             raise
         _open_stores.add(self)
-
-    @classmethod
-    def adaptive(
-        cls,
-        capacity: int,
-        n_envs: int,
-        shape: tuple[int, ...],
-        dtype: npt.DTypeLike,
-        *,
-        max_bytes: int | None = None,
-        storage_dir: str | os.PathLike[str] | None = None,
-        resume: bool = False,
-        row_dtype: npt.DTypeLike | None = None,
-        **options: Any,
-    ) -> FrameStore:
-        """Create a store of one kind of observations.
-
-        :param shape: Shape of one observation.
-        :param dtype: Dtype of the observations.
-        :param options: Other fields of :class:`Observation`.
-        :return: The store.
-        """
-        observation = Observation(tuple(shape), dtype, **options)
-        folder: dict[str, Any] = {"storage_dir": storage_dir, "resume": resume}
-        return cls(capacity, n_envs, observation, row_dtype=row_dtype, max_bytes=max_bytes, **folder)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -410,8 +408,9 @@ class FrameStore:
             self._set_log(self._new_log(folder.segments(new=True)))
             folder.use(self._settings)
             return
-        for part, settings in zip(self.parts.values(), folder.settings["parts"], strict=True):
-            part.restore(settings)
+        with as_corrupt_file(f"{folder.path / MANIFEST} is"):
+            for part, settings in zip(self.parts.values(), folder.settings["parts"], strict=True):
+                part.restore(settings)
         self._set_log(self._new_log(folder.segments()))
         try:
             self._log.recover()
@@ -440,16 +439,8 @@ class FrameStore:
     @property
     def layout(self) -> Any:
         """Current layout of the observations; a dict by key for a ``Dict``."""
-        return self._map(lambda part: part.layout)
-
-    @property
-    def codec(self) -> Any:
-        """Name of the codec; a dict by key for a ``Dict``."""
-        return self._map(lambda part: part.codec)
-
-    def _map(self, read: Any) -> Any:
-        """Apply a function to each part; return a dict by key, or the only result."""
-        return read(self._single) if self._single else {key: read(part) for key, part in self.parts.items()}
+        layouts = {key: part.layout for key, part in self.parts.items()}
+        return layouts if self._single is None else layouts[None]
 
     @property
     def lossy(self) -> bool:
@@ -490,11 +481,6 @@ class FrameStore:
     def first(self) -> int:
         """Row of the oldest stored transition. The others follow it around the ring."""
         return (self.position - self.size) % self.capacity
-
-    @property
-    def dropped(self) -> int:
-        """Number of dropped transitions whose rows have not been written again."""
-        return (self.capacity if self.full else self.position) - self.size
 
     @property
     def nbytes(self) -> int:
@@ -627,12 +613,12 @@ class FrameStore:
     @defer_signals
     def _update_layouts(self) -> None:
         """Detect the layouts again, and store the transitions again if one has changed."""
-        if not any(part.detects for part in self.parts.values()) or self.position not in (0, self.size):
+        if not any(part.can_change for part in self.parts.values()) or self.position not in (0, self.size):
             return
         changed = False
         settings = self._settings["parts"]
         for number, part in enumerate(self.parts.values()):
-            if part.detects and (part.is_jpeg or part.max_error == 0 or part.waits):
+            if part.can_change:
                 changed |= self._update_part(number, part)
         if not changed:
             return
@@ -644,21 +630,14 @@ class FrameStore:
 
     def _update_part(self, number: int, part: StoredPart) -> bool:
         """Detect the layout of one part; return whether it has changed."""
-        if not part.waits and part.is_jpeg:
-            return False
         rows = np.arange(max(self.size - _LOOK_BACK, 0), self.size)
         before, after = self._read_rows(number, part, rows)
         below = before[: -self.n_envs], before[self.n_envs :]  # in a rollout, the next row has the next observations
         shape, dtype = part.layout.shape, part.layout.dtype
         found = find_layout(shape, dtype, before, after) or find_layout(shape, dtype, *below)
-        changed = found is not None and found != part.layout
-        if found is not None and changed:
-            part.set_layout(found)
+        if found not in (None, part.layout):
             _logger.info("observations of shape %s: frames per stack: %d", shape, found.n_stack)
-        if part.waits and (found is not None or self.seen >= _LAST_CHECK) and self.seen >= _LEAST_FOR_LOSS:
-            part.use_loss()
-            changed = True
-        return changed
+        return part.update_layout(found, self.seen, is_final=self.seen >= _LAST_CHECK)
 
     def _store_again(self) -> None:
         """Copy all transitions into a log with the current layouts. An exception leaves the old log in use."""
@@ -811,24 +790,6 @@ class FrameStore:
             with contextlib.suppress(Exception):
                 self.close()
 
-    def save(self, file: str | os.PathLike[str] | BinaryIO) -> None:
-        """Write the store to a file, without a copy in memory.
-
-        :param file: Path, which is replaced after all is written, or a file opened for writing bytes.
-        :raises StorageError: If the file cannot be written. An existing file stays as it was.
-        """
-        save(self, file)
-
-    @classmethod
-    def load(cls, file: str | os.PathLike[str] | BinaryIO) -> FrameStore:
-        """Load a store from a file that :meth:`save` wrote, into memory.
-
-        :param file: Path, or a file opened for reading bytes.
-        :return: The store.
-        :raises CorruptFileError: If the file is damaged, cut short, has another format, or contains something else.
-        """
-        return load(cls, file)
-
     def __copy__(self) -> FrameStore:
         return copy.deepcopy(self)  # because two stores must not write to the same memory
 
@@ -863,20 +824,14 @@ class FrameStore:
         found = {name: value for name, value in state.items() if name != "held"}
         if checksum(found) != found.get("checksum"):
             raise CorruptFileError("the frame store is damaged: its checksum does not match its contents")
-        parts = {key: Observation(*options) for key, (*options, _) in state["parts"].items()}
-        single = [*parts] == [None]
-        FrameStore.__init__(
-            self,
-            state["capacity"],
-            state["n_envs"],
-            parts[None] if single else parts,
-            row_dtype=state["row_dtype"],
-            max_bytes=state["max_bytes"],
-        )
-        for part, (*_, settings) in zip(self.parts.values(), state["parts"].values(), strict=True):
-            part.restore(settings)
-        log = self._new_log()
-        log.restore(state["log"])
+        with as_corrupt_file("the frame store is"):
+            parts = {key: Observation(*options) for key, (*options, _) in state["parts"].items()}
+            options = {name: state[name] for name in ("row_dtype", "max_bytes")}
+            FrameStore.__init__(self, state["capacity"], state["n_envs"], parts, **options)
+            for part, (*_, settings) in zip(self.parts.values(), state["parts"].values(), strict=True):
+                part.restore(settings)
+            log = self._new_log()
+            log.restore(state["log"])
         self._set_log(log)
         self.seen = self.size
 
@@ -930,8 +885,9 @@ def _decode_opaque(
     for address, size, sample, side, place in entries.tolist():
         frame = decoded.get(address)
         if frame is None:
-            blob = memoryview(bytes_at(address, size))
-            frame = decoded[address] = np.frombuffer(codec.decode(blob), np.uint8)
+            blob = memoryview((ctypes.c_char * size).from_address(address))
+            with as_corrupt_file("a stored image is"):
+                frame = decoded[address] = np.frombuffer(codec.decode(blob), np.uint8).reshape(layout.frame_bytes)
         view = views[side]
         assert view is not None
         if len(form) == 2:
@@ -943,11 +899,6 @@ def _decode_opaque(
 def _encode_frame(encoder: JpegCodec, frame: Array) -> bytes:
     """Encode a frame, which is given as bytes."""
     return bytes(encoder.encode(frame.data))
-
-
-def bytes_at(address: int, size: int) -> Any:
-    """Return the bytes at an address."""
-    return (ctypes.c_char * size).from_address(address)
 
 
 def _close_stores() -> None:

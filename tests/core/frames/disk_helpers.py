@@ -59,6 +59,13 @@ def make_store(
     return FrameStore(capacity, n_envs, observation, **options)
 
 
+def adaptive_store(capacity: int, n_envs: int, shape: Any, dtype: Any, **options: Any) -> FrameStore:
+    """Create a store of one kind of observations that detects the layout."""
+    names = [name for name in ("row_dtype", "max_bytes", "storage_dir", "resume") if name in options]
+    of_store = {name: options.pop(name) for name in names}
+    return FrameStore(capacity, n_envs, Observation(shape, dtype, **options), **of_store)
+
+
 def read_all(store: Any, plain: ReferenceStore) -> tuple[np.ndarray, np.ndarray]:
     """Return all stored and all added observations, as signed numbers."""
     rows = np.repeat(np.arange(plain.capacity), plain.n_envs)

@@ -13,7 +13,7 @@ import pytest
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames import FrameStore, Observation, StackLayout
 from rl_ext_core.testing import CONTENTS, ConformanceError, check_frame_store
-from tests.core.frames.disk_helpers import make_store
+from tests.core.frames.disk_helpers import adaptive_store, make_store
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ def test_store_conforms(codec: str) -> None:
     def make_tested(capacity: int, n_envs: int, layout: StackLayout) -> FrameStore:
         """Create the store under test."""
         if codec == "adaptive":
-            return FrameStore.adaptive(capacity, n_envs, layout.shape, layout.dtype)
+            return adaptive_store(capacity, n_envs, layout.shape, layout.dtype)
         return make_store(capacity, n_envs, layout, codec=codec)
 
     check_frame_store(make_tested, contents=("mixed",) if codec == "adaptive" else CONTENTS)
@@ -75,9 +75,9 @@ def test_check_frame_store_finds_faults(fault: str, text: str) -> None:
 def test_missing_numba_raises_with_install_command() -> None:
     code = (
         "import sys; sys.modules['numba'] = None\n"
-        "from rl_ext_core.frames import FrameStore, StackLayout\n"
+        "from rl_ext_core.frames import FrameStore, Observation\n"
         "from rl_ext_core.errors import MissingDependencyError\n"
-        "try: FrameStore.adaptive(4, 1, (4, 9, 9), 'u1', codec='raw')\n"
+        "try: FrameStore(4, 1, Observation((4, 9, 9), 'u1', 'raw'))\n"
         "except MissingDependencyError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -85,13 +85,7 @@ def test_missing_numba_raises_with_install_command() -> None:
     assert done.stdout.endswith('rl-ext[frames]"\n')
 
 
-@pytest.mark.parametrize(("shape", "options", "codec"), [((8, 8), {}, "raw"), ((8, 8), {"max_error": 2}, "patch")])
-def test_small_frames_stay_uncompressed(shape: tuple[int, ...], options: dict[str, Any], codec: str) -> None:
-    store = FrameStore.adaptive(200, 2, shape, np.uint8, n_stack=1, **options)
-    assert store.codec == codec
-
-
 @pytest.mark.parametrize("codec", ["auto", "patch+lz4", "zstd"])
 def test_unknown_codecs_are_refused(codec: str) -> None:
     with pytest.raises(InvalidArgumentError, match="is unknown; expected one of 'patch', 'raw', 'jpeg'"):
-        FrameStore.adaptive(4, 1, (4, 9, 9), np.uint8, codec=codec)
+        adaptive_store(4, 1, (4, 9, 9), np.uint8, codec=codec)

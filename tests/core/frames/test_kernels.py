@@ -111,7 +111,7 @@ def _run(code: str, *command: str, cwd: str | None = None, **environ: str) -> st
 INTERRUPTED = """
 import signal
 import numpy as np
-from rl_ext_core.frames import FrameStore
+from rl_ext_core.frames import FrameStore, Observation
 
 signal.signal(signal.SIGALRM, signal.default_int_handler)  # raises KeyboardInterrupt, like Ctrl-C
 rng = np.random.default_rng(0)
@@ -122,7 +122,7 @@ while added < 59:
     try:
         if times:
             signal.setitimer(signal.ITIMER_REAL, times.pop(0))
-        store = store or FrameStore.adaptive(100, 1, (4, 20, 20), np.uint8, n_stack=4)
+        store = store or FrameStore(100, 1, Observation((4, 20, 20), np.uint8, n_stack=4))
         while added < 59:
             store.append(stacks[added], stacks[added + 1])
             added = store.size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import random
 import shutil
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from hypothesis import strategies as st
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
 from rl_ext_core.frames import StackLayout
+from rl_ext_core.frames.checkpoint import checksum
+from rl_ext_core.frames.kernel_primitives import FACTOR, SUM_START
+from rl_ext_core.frames.log_state import SEGMENT_HEADER, SIZE_BITS
 from rl_ext_core.frames.store import FrameStore, Observation, salvage
 from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames.disk_helpers import transition
@@ -104,25 +109,6 @@ def test_dict_observations_are_stored_in_one_record(tmp_path: Path) -> None:
         store.close()
 
 
-@pytest.mark.parametrize("layout", [GRAY, LAYOUTS[1], LAYOUTS[3]], ids=str)
-@pytest.mark.parametrize("bound", [1, 4, 127])
-def test_errors_stay_within_the_bound_and_do_not_add_up(layout: StackLayout, bound: int) -> None:
-    rng = np.random.default_rng(0)
-    store, frame = FrameStore(100, 1, observation(layout, max_error=bound)), rng.integers(256, size=layout.shape)
-    stacks = [frame]
-    for _ in range(160):  # a slow drift, smaller than the bound in each step
-        frame = np.clip(frame + rng.integers(-2, 4, size=layout.shape), 0, 255)
-        stacks.append(frame)
-    for before, after in itertools.pairwise(stacks):
-        store.append(before[None].astype(np.uint8), after[None].astype(np.uint8))
-    out = np.empty((2, 100, *layout.shape), np.uint8)
-    rows = (store.first + np.arange(100)) % 100
-    store.get(rows, np.zeros(100, np.int64), out[0], out[1])
-    for i in range(100):
-        for side in range(2):
-            assert abs(out[side, i].astype(int) - stacks[61 + i + side - 1]).max() <= bound
-
-
 @pytest.mark.parametrize("last", [False, True])
 def test_jpeg_frames_are_decoded_as_simplejpeg_decodes_them(last: bool) -> None:
     simplejpeg = pytest.importorskip("simplejpeg")
@@ -150,18 +136,6 @@ def test_jpeg_frames_are_decoded_as_simplejpeg_decodes_them(last: bool) -> None:
             pair = [coded[17 + i + side + k] if last else np.moveaxis(coded[17 + i + side + k], -1, 0) for k in (0, 1)]
             np.testing.assert_array_equal(out[side, i], np.concatenate(pair, axis))
     assert store.nbytes < 0.6 * 41 * 3600 + 60_000
-
-
-def test_adaptive_store_uses_loss_only_once_the_layout_is_known() -> None:
-    store = FrameStore.adaptive(500, 2, GRAY.shape, GRAY.dtype, max_error=4)
-    plain = ReferenceStore(500, 2, GRAY)
-    for step in make_transitions(GRAY, n_steps=300, contents="noise"):
-        store.append(*step)
-        plain.append(*step)
-    assert store.layout.n_stack == 4
-    out = np.empty((300, *GRAY.shape), np.uint8)
-    store.get(np.arange(300), np.zeros(300, np.int64), out)
-    assert abs(out.astype(int) - plain.observations[:300, 0]).max() <= 4
 
 
 def test_handles_of_equal_observations_are_equal() -> None:
@@ -421,3 +395,116 @@ def test_samples_of_all_formats_are_read(sample: Path, tmp_path: Path) -> None:
             assert out["numbers"].tobytes() == expected["numbers"].tobytes()
             assert abs(out["bounded"].astype(int) - expected["bounded"]).max() <= 4
     store.close()
+
+
+# Folders and pickles that were altered together with their checksums
+
+
+def seal(words: np.ndarray, start: int) -> None:
+    """Compute the checksum of the record at ``start`` of a segment again."""
+    mask, size = 2**64 - 1, int(words[start])
+    contents = words[start + 2 : start + (size & SIZE_BITS)].tobytes()
+    total = SUM_START ^ (int(words[2]) | int(words[3]) << 32)
+    chunks = [int.from_bytes(contents[i : i + 8], "little") for i in range(0, len(contents) // 8 * 8, 8)]
+    if rest := contents[8 * len(chunks) :]:
+        chunks.append(len(rest) << 8 * len(rest) | int.from_bytes(rest, "big"))
+    for word in (size, *chunks):
+        total = (total ^ word) * FACTOR & mask
+        total ^= total >> 29
+    words[start + 1] = (total ^ total >> 32) & 0xFFFFFFFF
+
+
+def find_records(words: np.ndarray) -> list[int]:
+    """Return where the records of a segment begin."""
+    starts, at = [], SEGMENT_HEADER
+    while words[at]:
+        starts.append(at)
+        at += int(words[at]) & SIZE_BITS
+    return starts
+
+
+def use_store(store: FrameStore) -> None:
+    """Read all rows of a store of the sample, before and after more are added. Nothing behind outputs may change."""
+    rows, envs = np.repeat(np.arange(CAPACITY), N_ENVS), np.tile(np.arange(N_ENVS), CAPACITY)
+    for number in range(15):
+        memory = [np.full(len(rows) * 8 * 400 + 128, 77, np.uint8) for _ in range(2 * len(OBSERVATIONS))]
+        outs: Any = [{}, {}]
+        for i, (key, part) in enumerate(OBSERVATIONS.items() if number in (0, 14) else ()):
+            size = len(rows) * int(np.prod(part.shape)) * np.dtype(part.dtype).itemsize
+            for out, around in zip(outs, memory[2 * i : 2 * i + 2], strict=True):
+                out[key] = around[64 : 64 + size].view(part.dtype).reshape(len(rows), *part.shape)
+        store.get(rows, envs, *outs)
+        for array in (array for out in outs for array in out.values()):
+            array.view(np.uint8)[:] = 77
+        assert all((around == 77).all() for around in memory)
+        store.append(*compute_stacks(number), np.zeros(1, store.row_dtype))
+    store.close()
+
+
+def run_forked(function: Callable[[], None]) -> None:
+    """Call a function in a forked process, which must not crash."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, signal.Signals(status & 127).name if status & 127 else "see stderr"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("where", ["folder", "pickle"])
+def test_altered_stores_with_right_checksums_do_not_crash(where: str, tmp_path: Path) -> None:
+    (sample,) = SAMPLES.iterdir()
+    sizes = st.sampled_from([0, 1, 2, 5, 16, 255, 2**14 - 1, 2**31, 2**32 - 1]) | st.integers(0, 2**32 - 1)
+    changes = st.tuples(st.floats(0, 1, exclude_max=True), st.sampled_from(["set", "add", "flip"]), sizes)
+
+    def alter(words: np.ndarray, changed: list[tuple[float, str, int]], first: int, stop: int) -> None:
+        for place, how, value in changed:
+            at = int(first + place * (stop - first))
+            old = int(words[at])
+            new = {"set": value, "add": old + value % 7 - 3, "flip": old ^ 1 << value % 32}[how]
+            words[at] = new & 0xFFFFFFFF
+
+    def use_folder(changed: list[Any]) -> None:
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        shutil.copytree(sample, tmp_path / "a")
+        path = sorted(tmp_path.glob("a/log-*/*.log"))[-1]
+        words = np.memmap(path, np.uint32, "r+")
+        records = find_records(words)
+        alter(words, changed, SEGMENT_HEADER, records[-1] + int(words[records[-1]] & SIZE_BITS))
+        for start in records:
+            if start + (int(words[start]) & SIZE_BITS) <= len(words):
+                seal(words, start)
+        words.flush()
+        with contextlib.suppress(CorruptFileError, InvalidArgumentError):
+            use_store(open_store(tmp_path / "a", resume=True))
+
+    def use_pickle(changed: list[Any]) -> None:
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        shutil.copytree(sample, tmp_path / "a")
+        state = pickle.loads(pickle.dumps(open_store(tmp_path / "a", resume=True))).__getstate__()
+        log = state["log"]
+        log["pairs"], log["segments"] = log["pairs"].copy(), {k: v.copy() for k, v in log["segments"].items()}
+        parts = [log["pairs"].reshape(-1).view(np.uint32), *log["segments"].values()]
+        for change in changed:
+            part = parts[change[2] % len(parts)]
+            alter(part, [change], 0, len(part))
+        store = FrameStore.__new__(FrameStore)
+        with contextlib.suppress(CorruptFileError):
+            store.__setstate__({**state, "checksum": checksum(state)})
+            use_store(store)
+
+    use = use_folder if where == "folder" else use_pickle
+    use([])  # compiles the kernels
+
+    @settings(max_examples=1000 if "CI" in os.environ else 60, deadline=None)
+    @given(changed=st.lists(changes, min_size=1, max_size=3))
+    def check(changed: list[Any]) -> None:
+        run_forked(lambda: use(changed))
+
+    check()
