@@ -20,6 +20,7 @@ from torchrl.collectors import MultiSyncCollector
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from rl_ext_core.errors import InvalidArgumentError, NotCopyableError
+from rl_ext_core.frames.log_state import SEQUENCE
 from tests.torchrl_ext.frame_data import Videos, collect_into, count_elements, make_film
 from tests.torchrl_ext.frame_kills import (
     KEYS,
@@ -57,7 +58,11 @@ def _count_valid_elements(buffer: Any) -> Any:
     held = count_elements(rows, KEYS)
     assert not set(held) - set(all_hashes())
     assert count_elements(buffer[np.arange(len(rows))], KEYS) == held
-    assert buffer.storage._columns[0].table.n_stored == len(rows)
+    with buffer.storage.lock:
+        table = buffer.storage._columns[0].table
+        assert table.n_stored == len(rows)
+        numbers = [segment.number for segment in table.log._segments.values()]
+        assert max(numbers) <= table.log.state[SEQUENCE], "a later segment would get the same number"
     return held
 
 

@@ -607,6 +607,7 @@ class FrameStorage(TensorStorage):
         if not self._marks.writing.any():
             _logger.warning("process %d was killed while it used a FrameStorage; no element is lost", dead)
         set_writer_cursor(self, self._recover(f"process {dead}"))
+        self._call_tables("save")  # copies of elements are new entries
         self._bump_mutation_revision()
 
     @defer_signals
