@@ -1,4 +1,4 @@
-"""``FrameStorage`` against TorchRL's ``LazyTensorStorage`` and ``CompressedListStorage``.
+"""``FrameStorage`` against TorchRL's ``LazyTensorStorage``, ``LazyMemmapStorage`` and ``CompressedListStorage``.
 
     python -m benchmarks.frame_storage [game ...] [--size 200000] [--codec raw]
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torchrl.data import CompressedListStorage, LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import CompressedListStorage, LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 from tqdm import tqdm
 
 from benchmarks.measure import machine, resident_bytes, sampling_speedup
@@ -50,9 +50,9 @@ def batches(game: str, size: int, *, steps: int = STEPS) -> Iterator[TensorDict]
 
 
 def storage(name: str, size: int) -> Any:
-    """Make a storage by name: ``lazy``, ``list``, or a codec of ``FrameStorage``."""
-    if name == "lazy":
-        return LazyTensorStorage(size)
+    """Make a storage by name: ``lazy``, ``memmap``, ``list``, or a codec of ``FrameStorage``."""
+    if name in ("lazy", "memmap"):
+        return LazyTensorStorage(size) if name == "lazy" else LazyMemmapStorage(size, auto_cleanup=True)
     return CompressedListStorage(size) if name == "list" else FrameStorage(size, codec=name, num_threads=1)
 
 
@@ -109,19 +109,15 @@ def main() -> None:
     print(machine())
     lazy = bytes_per_transition(options.games[0], "lazy", LAZY_SIZE)
     print(f"LazyTensorStorage: {lazy:,.0f} bytes per transition")
-    print(f"{'':18} {'':>8} {'LazyTensorStorage':^26} {'CompressedListStorage':^17}")
-    print(f"{'game':18} {'bytes':>8} {'memory':>8} {'n=32':>8} {'n=256':>8} {'memory':>8} {'n=256':>8}")
+    print(f"{'':18} {'':>8} {'LazyTensorStorage':^26} {'LazyMemmapStorage':^17} {'CompressedListStorage':^21}")
+    print(f"{'game':18} {'bytes':>8} {'memory':>8}{'     n=32    n=256' * 2} {'memory':>8} {'n=256':>8}")
     for game in options.games:
         ours = bytes_per_transition(game, options.codec, options.size)
         listed = bytes_per_transition(game, "list", LIST_SIZE)
-        speeds = [speed(game, "lazy", options.codec, LAZY_SIZE, batch_size=n, draws=10, rounds=30) for n in (32, 256)]
-        speeds.append(speed(game, "list", options.codec, LIST_SIZE, batch_size=256, draws=1, rounds=5))
-        ratios = [
-            f"{lazy / ours:.0f}×",
-            *(f"{s:.2f}×" for s in speeds[:2]),
-            f"{listed / ours:.0f}×",
-            f"{speeds[2]:.0f}×",
-        ]
+        pairs = [(name, n) for name in ("lazy", "memmap") for n in (32, 256)]
+        speeds = [speed(game, name, options.codec, LAZY_SIZE, batch_size=n, draws=10, rounds=30) for name, n in pairs]
+        slow = speed(game, "list", options.codec, LIST_SIZE, batch_size=256, draws=1, rounds=5)
+        ratios = [f"{lazy / ours:.0f}×", *(f"{s:.2f}×" for s in speeds), f"{listed / ours:.0f}×", f"{slow:.0f}×"]
         print(f"{game:18} {ours:8.0f} {' '.join(f'{ratio:>8}' for ratio in ratios)}", flush=True)
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from rl_ext_core.errors import InvalidTypeError, _missing_dependency_error
 from sb3_ext.compressed_buffer import atomic, atomic_start
-from sb3_ext.rollout_buffers import CompressedDictRolloutBuffer, CompressedRolloutBuffer, without_copy
+from sb3_ext.rollout_buffers import CompressedDictRolloutBuffer, CompressedRolloutBuffer
 
 if importlib.util.find_spec("sb3_contrib") is None:
     raise _missing_dependency_error("sb3_contrib", "contrib", "sb3_ext.contrib")
@@ -44,7 +44,6 @@ class CompressedMaskableRolloutBuffer(MaskableRolloutBuffer, CompressedRolloutBu
     __init__ = CompressedRolloutBuffer.__init__  # has the storage options
     add, reset = atomic(MaskableRolloutBuffer.add), atomic(MaskableRolloutBuffer.reset)
     get = atomic_start(MaskableRolloutBuffer.get)
-    _get_samples: Any = without_copy(MaskableRolloutBuffer._get_samples)
 
 
 class CompressedMaskableDictRolloutBuffer(MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
@@ -54,7 +53,6 @@ class CompressedMaskableDictRolloutBuffer(MaskableDictRolloutBuffer, CompressedD
     __init__ = CompressedRolloutBuffer.__init__  # has the storage options
     add, reset = atomic(MaskableDictRolloutBuffer.add), atomic(MaskableDictRolloutBuffer.reset)
     get = atomic_start(MaskableDictRolloutBuffer.get)  # type: ignore[assignment]
-    _get_samples: Any = without_copy(MaskableDictRolloutBuffer._get_samples)
 
 
 class _RecurrentMixin:

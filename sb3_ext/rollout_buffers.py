@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,31 +16,6 @@ from sb3_ext.compressed_buffer import CompressedBuffer, atomic, atomic_start
 from sb3_ext.observation_view import ObservationView
 
 _ROWS = ("rewards", "returns", "episode_starts", "values", "log_probs", "advantages")
-
-
-class _Uncopied:
-    """Rollout buffer whose ``to_torch`` does not copy. SB3's ``_get_samples`` passes it only new arrays."""
-
-    def __init__(self, buffer: CompressedRolloutBuffer) -> None:
-        self._buffer = buffer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._buffer, name)
-
-    def to_torch(self, array: np.ndarray, copy: bool = False) -> th.Tensor:
-        """Convert an array to a tensor, without a copy."""
-        return self._buffer.to_torch(array, copy)
-
-
-def without_copy(get_samples: Callable[..., Any]) -> Callable[..., Any]:
-    """Let SB3's ``_get_samples`` use arrays of a minibatch as they are, which it would copy."""
-
-    @functools.wraps(get_samples)
-    def call(self: CompressedRolloutBuffer, *args: Any, **kwargs: Any) -> Any:
-        """Return the minibatch."""
-        return get_samples(_Uncopied(self), *args, **kwargs)
-
-    return call
 
 
 class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
@@ -128,7 +102,16 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         yield from super().get(batch_size)
 
     compute_returns_and_advantage = atomic(RolloutBuffer.compute_returns_and_advantage)
-    _get_samples: Any = without_copy(RolloutBuffer._get_samples)
+
+    def to_torch(self, array: np.ndarray, copy: bool = False) -> th.Tensor:
+        """
+        Convert an array to a tensor.
+
+        :param array: Array
+        :param copy: Whether to copy it. False by default, unlike in SB3, whose buffers pass only new arrays
+        :return: Tensor on the device of the buffer
+        """
+        return super().to_torch(array, copy)
 
     @staticmethod
     def swap_and_flatten(arr: Any) -> Any:
@@ -159,4 +142,3 @@ class CompressedDictRolloutBuffer(CompressedRolloutBuffer, DictRolloutBuffer):
     """
 
     _OTHER_CLASS_HINT = "Use rollout_buffer_class=CompressedRolloutBuffer"
-    _get_samples: Any = without_copy(DictRolloutBuffer._get_samples)

@@ -56,17 +56,9 @@ def load_storage(
             "minari.MinariDataset of them"
         )
     storage_dir = options.get("storage_dir")
-    if storage_dir is not None:
-        options["resume"] = True  # so that the error below is raised
-    created = storage_dir if storage_dir is not None and not Path(storage_dir).exists() else None
-    storage = cls(max_size, **options)
-    is_empty = not len(storage)
+    new_folder = Path(storage_dir) if storage_dir is not None and not Path(storage_dir).exists() else None
+    storage = cls(max_size, **{**options, "resume": False})  # refuses a folder that contains elements
     try:
-        if not is_empty:
-            raise InvalidArgumentError(
-                f"storage_dir={str(storage_dir)!r} contains {len(storage):,} elements already. Open it with "
-                f"{cls.__name__}(..., storage_dir=..., resume=True), or pass another storage_dir"
-            )
         buffer = TensorDictReplayBuffer(storage=storage, batch_size=1)  # its writer drops the oldest at max_bytes
         for number, episode in enumerate(dataset):
             if len(episode):
@@ -74,11 +66,10 @@ def load_storage(
                     buffer.extend(chunk)
         storage._resume_cursor = buffer.writer._cursor  # the next buffer continues there
     except BaseException:
-        if is_empty:
-            storage._empty()
+        storage._empty()
         storage.close()
-        if created is not None:
-            shutil.rmtree(created, ignore_errors=True)
+        if new_folder is not None:
+            shutil.rmtree(new_folder, ignore_errors=True)
         raise
     return storage
 

@@ -68,10 +68,12 @@ class SliceSampler(TorchRLSliceSampler):
         if known is not None:
             return known
         # The state is read first. What other threads write meanwhile is then read again at the next call.
-        state = _State.read(storage)
-        self._tracker = None
+        state, self._tracker = _State.read(storage), None
         boundaries = super()._get_stop_and_length(storage, fallback)
-        self._tracker = _BoundaryTracker.create(storage, self._source(), state, boundaries)
+        source = self._source()
+        is_tracked = isinstance(storage, TensorStorage) and storage.ndim == 1 and not storage._compilable
+        if is_tracked and _count_changes(source.get_leaves(storage)):
+            self._tracker = _BoundaryTracker(storage, source, state, boundaries)
         return boundaries
 
     def _source(self) -> _Source:
@@ -89,11 +91,7 @@ _compat.register_without_replacement(SliceSampler, SliceSamplerWithoutReplacemen
 
 
 class _Source(NamedTuple):
-    """Keys that the boundaries of trajectories are read from.
-
-    :ivar keys: keys of one or several leaves
-    :ivar ids: whether the leaf contains ids of trajectories; otherwise, leaves contain flags, which are True at ends
-    """
+    """Keys of leaves with ids of trajectories, or else with flags, which are True at their ends."""
 
     keys: tuple[Any, ...]
     ids: bool
@@ -108,18 +106,12 @@ class _Source(NamedTuple):
 
 
 class _State(NamedTuple):
-    """State of a storage that each write changes.
+    """State of a storage that each write changes."""
 
-    :ivar revision: number of writes
-    :ivar length: number of elements
-    :ivar full: whether the storage is a full ring
-    :ivar cursor: place of the last element that was added
-    """
-
-    revision: int
+    revision: int  # number of writes
     length: int
     full: bool
-    cursor: int | None
+    cursor: int | None  # place of the last element that was added
 
     @classmethod
     def read(cls, storage: Any) -> _State:
@@ -149,13 +141,6 @@ class _BoundaryTracker:
         # TorchRL also adds an end at the last element, which may not be one later.
         stops = boundaries[1][:, 0]
         self._ends = stops[self._is_end(stops, leaves, state.length)]
-
-    @classmethod
-    def create(cls, storage: Any, source: _Source, state: _State, boundaries: Any) -> _BoundaryTracker | None:
-        """Return a tracker, or None if the storage cannot be tracked."""
-        if not isinstance(storage, TensorStorage) or storage.ndim != 1 or storage._compilable:
-            return None
-        return cls(storage, source, state, boundaries) if _count_changes(source.get_leaves(storage)) else None
 
     def mark_written(self, index: Any, storage: Any) -> None:
         """Append written places to the run."""

@@ -87,7 +87,7 @@ def test_round_trip_returns_equal_episodes(observations: Any, actions: Any, tmp_
 def test_replay_buffer_appends_to_the_dataset(tmp_path: Path) -> None:
     episodes = write()
     FrameStorage.from_dataset("mine-v0", max_size=15, storage_dir=tmp_path / "stored").close()
-    with pytest.raises(InvalidArgumentError, match="contains 12 elements already"):
+    with pytest.raises(InvalidArgumentError, match="contains 12 rows of an earlier buffer"):
         FrameStorage.from_dataset("mine-v0", max_size=15, storage_dir=tmp_path / "stored")
     storage = FrameStorage(15, storage_dir=tmp_path / "stored", resume=True)
     buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
@@ -99,14 +99,6 @@ def test_replay_buffer_appends_to_the_dataset(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found[0].observations, episodes[0].observations[2:])
     assert_equal_episodes(found[1:3], episodes[1:])
     storage.close()
-
-
-def test_new_storage_continues_after_the_dataset() -> None:
-    write()
-    storage = FrameStorage.from_dataset("mine-v0", max_size=20)
-    buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
-    buffer.extend(storage.get(torch.arange(3)))
-    assert len(buffer) == 15
 
 
 def test_rollout_becomes_a_dataset() -> None:
@@ -164,16 +156,6 @@ def test_unsuitable_storages_are_refused() -> None:
     assert len(episodes) == 3
 
 
-def test_infos_without_numbers_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    (episode,) = random_episodes(VECTOR, SWITCH, (3,))
-    infos = {"name": ["a"] * 4, "short": [0.0] * 3, "inner": {"x": np.zeros(4)}}
-    write_dataset("mine-v0", [Episode(**{**vars(episode), "infos": infos})], VECTOR, SWITCH)
-    element = FrameStorage.from_dataset("mine-v0").get(0)
-    assert set(element["info"].keys(True, True)) == {("inner", "x")}
-    assert "infos['name'] has no number" in caplog.text
-    assert "infos['short'] has no number" in caplog.text
-
-
 def test_failure_removes_a_new_storage_dir(tmp_path: Path, root: Path) -> None:
     import h5py
 
@@ -187,11 +169,3 @@ def test_failure_removes_a_new_storage_dir(tmp_path: Path, root: Path) -> None:
     for _ in range(2):  # nothing is left in an empty folder, so the second call fails in the same way
         with pytest.raises(CorruptFileError, match="episode 1 is damaged"):
             FrameStorage.from_dataset("mine-v0", storage_dir=tmp_path / "stored")
-
-
-def test_max_bytes_drops_the_oldest() -> None:
-    episodes = write(lengths=(400,))
-    storage = FrameStorage.from_dataset("mine-v0", max_bytes=1_000_000, codec="raw")
-    (found,) = read_storage_episodes(storage, PIXELS, SWITCH)
-    assert 20 < len(found) < 400
-    np.testing.assert_array_equal(found.observations, episodes[0].observations[-len(found) - 1 :])

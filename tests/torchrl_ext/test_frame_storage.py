@@ -1,20 +1,17 @@
 from __future__ import annotations
 
+import multiprocessing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 from torchrl.collectors import Collector
 from torchrl.data import (
     ConsumingSampler,
-    ImmutableDatasetWriter,
     LazyTensorStorage,
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
@@ -22,114 +19,58 @@ from torchrl.data import (
     SliceSamplerWithoutReplacement,
     StreamingSliceSampler,
     TensorDictMaxValueWriter,
-    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
 from torchrl.data.replay_buffers.offline_to_online import prefill_replay_buffer
-from torchrl.data.replay_buffers.samplers import PromptGroupSampler, StalenessAwareSampler, prioritized
+from torchrl.data.replay_buffers.samplers import PromptGroupSampler, StalenessAwareSampler
 from torchrl.envs import CatFrames, Compose, SerialEnv, ToTensorImage, TransformedEnv
 
-from rl_ext_core.errors import InvalidArgumentError
-from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Twins, Videos, assert_same
+from rl_ext_core.errors import (
+    DeviceUnavailableError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    NotCopyableError,
+    OutOfMemoryError,
+)
+from rl_ext_core.frames.log import FrameLog
+from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Twins, Videos, assert_same, make_transitions
 from torchrl_ext import FrameStorage, GymWrapper
 
-
-def make_staleness_sampler() -> StalenessAwareSampler:
-    """Make a sampler that treats the action as a policy's version, and prefers new ones."""
-    sampler = StalenessAwareSampler(max_staleness=3, version_key="action")
-    sampler.consumer_version = 5
-    return sampler
-
-
-SAMPLERS = {
+TRAJECTORY = ("collector", "traj_ids")
+SAMPLERS: dict[str, Any] = {
     "random": RandomSampler,
     "without replacement": SamplerWithoutReplacement,
-    "prioritized": partial(PrioritizedSampler, 200, alpha=0.7, beta=0.9),
-    "slices by trajectory": partial(SliceSampler, slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False),
+    "slices by trajectory": partial(SliceSampler, slice_len=4, traj_key=TRAJECTORY, strict_length=False),
     "slices by end": partial(SliceSampler, num_slices=8, end_key=("next", "done"), strict_length=False),
     "slices, cached": partial(SliceSampler, slice_len=4, strict_length=False, cache_values=True),
     "slices without replacement": partial(
-        SliceSamplerWithoutReplacement, slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False
+        SliceSamplerWithoutReplacement, slice_len=4, traj_key=TRAJECTORY, strict_length=False
     ),
     "consuming": partial(ConsumingSampler, max_sample_count=2),
-    "fresh": make_staleness_sampler,
-    "streaming": partial(StreamingSliceSampler, slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False),
+    "fresh": partial(StalenessAwareSampler, max_staleness=3, version_key="action"),
+    "streaming": partial(StreamingSliceSampler, slice_len=4, traj_key=TRAJECTORY, strict_length=False),
     "groups": partial(PromptGroupSampler, samples_per_group=8, group_key="action"),
-    "prioritized slices": partial(
-        PrioritizedSliceSampler,
-        200,
-        alpha=0.7,
-        beta=0.9,
-        slice_len=4,
-        traj_key=("collector", "traj_ids"),
-        strict_length=False,
-    ),
 }
 
 
-class Tree:
-    """Segment tree in NumPy, because TorchRL's do not load with every version of torch."""
-
-    def __init__(self, capacity: int, *, reduce: Any) -> None:
-        self.values, self.reduce = np.zeros(capacity), reduce
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.values[np.asarray(index)]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.values[np.asarray(index)] = np.asarray(value)
-
-    def query(self, start: int, stop: int) -> float:
-        """Reduce the values of a range to their sum or minimum."""
-        return float(self.reduce(self.values[start:stop]))
-
-    def scan_lower_bound(self, mass: Any) -> Any:
-        """Return the first index at which the cumulative sum reaches a mass."""
-        return np.minimum(np.searchsorted(np.cumsum(self.values), mass), len(self.values) - 1)
-
-
 # Later versions of SliceSampler warn if strict_length=False returns fewer transitions than requested.
-SHORT_SLICES = pytest.mark.filterwarnings("ignore:SliceSampler returned a short flat batch")
-
-
-@pytest.fixture
-def segment_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace TorchRL's segment trees by NumPy ones if they do not load."""
-    if prioritized.SumSegmentTreeFp32 is not None:
-        return
-    for name, reduce in (("Sum", np.sum), ("Min", np.min)):
-        monkeypatch.setattr(prioritized, f"{name}SegmentTreeFp32", partial(Tree, reduce=reduce))
-        monkeypatch.setattr(prioritized, f"{name}SegmentTreeFp64", partial(Tree, reduce=reduce))
-
-
-@SHORT_SLICES
+@pytest.mark.filterwarnings("ignore:SliceSampler returned a short flat batch")
 @pytest.mark.sample(quick=4)
 @pytest.mark.parametrize(
     ("sampler", "ndim"),
     [*((sampler, 1) for sampler in SAMPLERS), ("random", 2), ("slices by trajectory", 2), ("without replacement", 2)],
 )
-@pytest.mark.usefixtures("segment_trees")
 def test_samplers_return_the_bits_of_lazy_tensor_storage(sampler: str, ndim: int) -> None:
     twins, videos = Twins(200, ndim=ndim, sampler=SAMPLERS[sampler], batch_size=lambda: 32), Videos(2)
+    if sampler == "fresh":
+        for buffer in (twins.ours, twins.theirs):
+            buffer.sampler.consumer_version = 5
     for _ in range(9):
         data = videos.collect(30)
         twins.extend(data if ndim == 2 else data.reshape(-1))
         twins.check()
     assert_same(twins.ours.storage.flatten()[:], twins.theirs.storage.flatten()[:])
-
-
-def test_frames_of_interleaved_and_flat_environments_are_stored_once() -> None:
-    for time_first in (False, True):
-        storage = FrameStorage(4000)
-        buffer = ReplayBuffer(storage=storage)
-        videos = Videos(8)
-        for _ in range(20):
-            data = videos.collect(25)
-            buffer.extend((data.transpose(0, 1) if time_first else data).reshape(-1))
-        raw = 2 * 4000 * STACK * HEIGHT * WIDTH
-        assert storage._columns[0].table.part.layout.n_stack == STACK
-        assert 4 * storage._columns[0].table.log.n_words < raw / 30
 
 
 def test_update_if_present_writes_images() -> None:
@@ -149,41 +90,9 @@ def test_update_if_present_writes_images() -> None:
     assert_same(twins.ours[:], twins.theirs[:])
 
 
-def test_slices_decode_lazily_and_show_later_writes() -> None:
-    buffer = TensorDictReplayBuffer(storage=FrameStorage(50))
-    data = Videos(1).collect(60).reshape(-1)
-    buffer.extend(data[:50])
-    view = buffer[:]["pixels"]
-    part = view[10:20]
-    buffer[10:20] = data[50:60]
-    assert torch.equal(part, data["pixels"][50:60])
-    assert torch.equal(part.float().mean((1, 2, 3)), data["pixels"][50:60].float().mean((1, 2, 3)))
-    assert (part.numpy() == data["pixels"][50:60].numpy()).all()
-
-
-def test_repr_decodes_no_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = TensorDictReplayBuffer(storage=FrameStorage(50))
-    buffer.extend(Videos(1).collect(30).reshape(-1))
-    view = buffer[:]
-    images = view["pixels"]
-
-    def _read_images(*_: Any) -> None:
-        raise AssertionError("an image was decoded")
-
-    monkeypatch.setattr(FrameStorage, "_read_images", _read_images)
-    assert repr(images) == str(images) == f"FrameView(shape=(30, {STACK}, {HEIGHT}, {WIDTH}), dtype=torch.uint8)"
-    assert f"FrameView(shape=({STACK}, {HEIGHT}, {WIDTH})" in repr([images[3]])
-    for shown in (repr(buffer.storage), repr(buffer), repr(view), repr(view[3:5]), repr(view["next"])):
-        assert "pixels" in shown  # TensorDict chooses the format
-    buffer.empty()
-    assert "FrameView(shape=(30, " in repr(images)
-
-
 _PICTURE = torch.full((STACK, HEIGHT, WIDTH), 9, dtype=torch.uint8)
 IN_PLACE: dict[str, Any] = {
-    "slice": lambda buffer: buffer[:]["pixels"].fill_(9),
     "slice of a slice": lambda buffer: buffer[:]["pixels"][2:4].fill_(9),
-    "image of a slice": lambda buffer: buffer[:]["pixels"][3].fill_(9),
     "image of a slice, assigned": lambda buffer: buffer[:]["pixels"].__setitem__(3, _PICTURE),
     "pixel of an image, assigned": lambda buffer: buffer[:]["pixels"][3].__setitem__((0, 0, 0), 9),
     "output of a function": lambda buffer: torch.add(_PICTURE, 1, out=buffer[:]["pixels"][3]),
@@ -192,7 +101,6 @@ IN_PLACE: dict[str, Any] = {
 }
 COPIES: dict[str, Any] = {
     "element": lambda buffer: buffer[3]["pixels"].fill_(9),
-    "elements of a list": lambda buffer: buffer[[1, 2]]["pixels"].fill_(9),
     "elements of a tensor": lambda buffer: buffer[torch.tensor([1, 2])]["pixels"].fill_(9),
     "array": lambda buffer: buffer[:]["pixels"].numpy().fill(9),
     "clone": lambda buffer: buffer[:].clone()["pixels"].fill_(9),
@@ -200,6 +108,7 @@ COPIES: dict[str, Any] = {
     "part of an image": lambda buffer: buffer[:]["pixels"][3][0].fill_(9),
     "sample": lambda buffer: buffer.sample(4)["pixels"].fill_(9),
     "key of a slice": lambda buffer: buffer[:].set("pixels", _PICTURE.expand(16, *_PICTURE.shape)),
+    "text": lambda buffer: [repr(part) for part in (buffer, buffer[:], buffer[:]["pixels"], buffer[:]["pixels"][3])],
 }
 
 
@@ -214,10 +123,10 @@ def test_images_of_slices_cannot_be_changed_in_place(use: str) -> None:
     else:
         COPIES[use](buffer)
     assert int(buffer[:]["pixels"].max()) == 0
-    changed = buffer[3].clone()
+    view, changed = buffer[:]["pixels"][2:5], buffer[3].clone()
     changed["pixels"][0] = 9
     buffer[3] = changed
-    assert torch.equal(buffer[:]["pixels"][3], changed["pixels"])
+    assert torch.equal(view[1], changed["pixels"]), "slices show later writes"
 
 
 def test_data_without_images_is_stored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -296,43 +205,133 @@ def test_views_are_refused_after_empty() -> None:
 
 
 @pytest.mark.parametrize(
-    ("storage", "writer", "text"),
+    ("storage", "buffer", "text"),
     [
-        ({"max_bytes": 0}, None, "max_bytes=0 must be at least 1"),
-        ({"max_bytes": 9, "ndim": 2}, None, "is for storages of one dimension"),
-        ({"max_bytes": 9}, TensorDictMaxValueWriter, "overwrites the oldest, got TensorDictMaxValueWriter"),
-        ({"max_bytes": 9}, ImmutableDatasetWriter, "overwrites the oldest, got ImmutableDatasetWriter"),
+        ({"max_bytes": 9, "ndim": 2}, {}, "is for storages of one dimension"),
+        ({"max_bytes": 9, "storage_dir": "a"}, {}, "is for storages of one dimension"),
+        ({"max_bytes": 9}, {"writer": TensorDictMaxValueWriter}, "overwrites the oldest, got TensorDictMaxValueWriter"),
+        ({"max_bytes": 9}, {"sampler": ConsumingSampler}, r"Sampler records .* by place: .* Leave max_bytes out"),
+        ({"max_bytes": 9}, {"sampler": SAMPLERS["streaming"]}, r"Sampler records .* by place: .* Leave max_bytes out"),
     ],
 )
-def test_max_bytes_refuses_other_writers_and_dimensions(storage: Any, writer: Any, text: str) -> None:
+def test_max_bytes_refuses_writers_and_samplers_that_record_places(storage: Any, buffer: Any, text: str) -> None:
+    arguments = {name: make() for name, make in buffer.items()}
     with pytest.raises(InvalidArgumentError, match=text):
-        TensorDictReplayBuffer(storage=FrameStorage(100, **storage), writer=writer)
+        TensorDictReplayBuffer(storage=FrameStorage(100, **storage), batch_size=4, **arguments)
 
 
-def test_max_bytes_refuses_prioritized_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tree:
-        """Replacement for TorchRL's compiled trees."""
-
-        def __init__(self, *_: Any) -> None: ...
-
-    for name in ("SumSegmentTreeFp32", "MinSegmentTreeFp32", "SumSegmentTreeFp64", "MinSegmentTreeFp64"):
-        monkeypatch.setattr(f"torchrl.data.replay_buffers.samplers.prioritized.{name}", Tree)
-    with pytest.raises(InvalidArgumentError, match=r"records priorities by place: .* Leave max_bytes out"):
-        TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=FrameStorage(100, max_bytes=LIMIT))
-    sampler = PrioritizedSampler(100, alpha=0.6, beta=0.4)
-    buffer = TensorDictReplayBuffer(storage=FrameStorage(100, max_bytes=LIMIT))
-    buffer._sampler = sampler
-    with pytest.raises(InvalidArgumentError, match="PrioritizedSampler records priorities by place"):
-        buffer.extend(Videos(1).collect(5).reshape(-1))
-    TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=FrameStorage(100))
+WRONG = [
+    ({"max_size": 0}, InvalidArgumentError, "max_size=0 must be at least 1"),
+    ({"max_size": 2.5}, InvalidTypeError, "max_size=2.5 must be a whole number"),
+    ({"max_bytes": 0}, InvalidArgumentError, "max_bytes=0 must be at least 1"),
+    ({"ndim": 0}, InvalidArgumentError, "ndim=0 must be at least 1"),
+    ({"codec": "gzip"}, InvalidArgumentError, "codec='gzip' is unknown"),
+    ({"max_error": 4, "codec": "raw"}, InvalidArgumentError, "max_error=4 has no effect on codec='raw'"),
+    ({"n_stack": 5}, InvalidArgumentError, "n_stack=5 does not divide"),
+    ({"pixels": ["image"]}, InvalidArgumentError, "'image' is not a tensor of the data"),
+    ({"pixels": ["action"]}, InvalidArgumentError, "'action' is not a tensor of the data"),
+    ({"compilable": True}, InvalidArgumentError, "compilable=True is not possible"),
+]
 
 
-@pytest.mark.parametrize(
-    "sampler", [ConsumingSampler, partial(StreamingSliceSampler, slice_len=4)], ids=["consuming", "streaming"]
-)
-def test_max_bytes_refuses_samplers_that_record_indices(sampler: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"Sampler records .* by place: .* Leave max_bytes out"):
-        TensorDictReplayBuffer(storage=FrameStorage(100, max_bytes=LIMIT), sampler=sampler(), batch_size=4)
+@pytest.mark.parametrize(("options", "error", "text"), WRONG)
+def test_invalid_arguments_are_refused_with_a_fix(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        FrameStorage(**{"max_size": 10, **options}).set(0, Videos(1).collect(1)[0, 0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available")
+@pytest.mark.parametrize("device", ["cuda:3", torch.device("cuda"), 0])
+def test_missing_gpu_is_refused_before_data_is_collected(device: Any) -> None:
+    with pytest.raises(DeviceUnavailableError, match=r"device=.* is not available.*device="):
+        FrameStorage(10, device=device)
+
+
+def test_max_value_writer_does_not_count_refused_elements() -> None:
+    def extend(n: int, rank: float, side: int = 32) -> None:
+        """Add ``n`` elements of one rank, with images of one size."""
+        pixels = torch.full((n, side, side), int(rank), dtype=torch.uint8)
+        buffer.extend(TensorDict({"rank": torch.full((n,), rank), "pixels": pixels}, [n]))
+
+    writer = TensorDictMaxValueWriter(rank_key="rank")
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(6), batch_size=2, writer=writer)
+    extend(4, 1.0)
+    with pytest.raises(InvalidArgumentError, match="nothing was stored"):
+        extend(4, 5.0, side=16)
+    for rank in (2.0, 3.0, 4.0, 6.0):
+        extend(2, rank)
+    assert buffer[:]["rank"].tolist() == buffer[:]["pixels"][:, 0, 0].tolist() == [3, 3, 4, 4, 6, 6]
+
+
+def test_exhausted_memory_refuses_elements_and_keeps_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_out_of_memory(*_: Any) -> Any:
+        """Raise as if there were no memory for another segment."""
+        raise OutOfMemoryError("no memory")
+
+    storage = FrameStorage(50)
+    storage.set(range(20), make_transitions(20))
+    before, noise = storage[:].clone(), Videos(30, seed=9).collect(1).reshape(-1)  # other environments share no frames
+    with monkeypatch.context() as patch:
+        patch.setattr(FrameLog, "_new_segment", raise_out_of_memory)
+        with pytest.raises(OutOfMemoryError, match="no memory"):
+            storage.set(range(15, 45), noise)
+    assert_same(storage[:], before)
+    storage.set(range(15, 45), noise)
+    assert torch.equal(storage[15:45]["pixels"].clone(), noise["pixels"])
+
+
+def _report_refusal(storage: FrameStorage, messages: Any) -> None:
+    """Write to a storage in a forked process, and send the error's text to the parent."""
+    try:
+        storage.set(0, make_transitions(1)[0])
+    except NotCopyableError as error:
+        messages.put(str(error))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forked_child_cannot_use_the_storage() -> None:
+    storage, context = FrameStorage(8), multiprocessing.get_context("fork")
+    storage.set(range(5), make_transitions(5))
+    messages = context.Queue()
+    child = context.Process(target=_report_refusal, args=(storage, messages))
+    child.start()
+    assert "this process was forked" in messages.get(timeout=100)
+    child.join(60)
+    assert_same(storage[:], make_transitions(5).to("cpu"))
+
+
+@tensorclass
+class _Captioned:
+    """Tensorclass with an image and a text."""
+
+    pixels: torch.Tensor
+    text: str
+
+
+def test_tensorclasses_with_text_can_be_stored_more_than_once() -> None:
+    storage = FrameStorage(10)
+    for number in range(2):
+        images = torch.full((3, 40, 40), number, dtype=torch.uint8)
+        storage.set(range(3 * number, 3 * number + 3), _Captioned(images, text="some text", batch_size=[3]))
+    assert storage.get([1, 4]).pixels[:, 0, 0].tolist() == [0, 1]
+    assert set(storage.get([1, 4]).text) == {"some text"}
+
+
+def test_elements_that_are_not_tensordicts_of_one_form_are_refused() -> None:
+    first, short = make_transitions(1)[0], make_transitions(1)[0].set("action", torch.zeros(3))
+    agents = [TensorDict({"pixels": torch.zeros(size, 40, 3, dtype=torch.uint8)}) for size in (36, 37)]
+    nested = TensorDict({"agents": LazyStackedTensorDict(*agents).expand(4, 2)}, [4])
+    for filled in (False, True):
+        storage = FrameStorage(10)
+        if filled:
+            storage.set(range(4), make_transitions(4))
+        for rows in ([first, short], LazyStackedTensorDict(first, short), nested):
+            with pytest.raises(InvalidArgumentError, match="differ in shape"):
+                storage.set(range(len(rows)), rows)
+        for wrong in (first["pixels"], {"pixels": first["pixels"]}):
+            with pytest.raises(InvalidTypeError, match=r"FrameStorage stores TensorDicts, got .* Use TensorDict\(\{"):
+                storage.set(0, wrong)
+        assert (len(storage), storage.initialized) == (4 * filled, filled)
 
 
 def test_prefill_replay_buffer_fills_a_storage() -> None:
@@ -348,14 +347,6 @@ def _images(*shape: int) -> torch.Tensor:
     return torch.randint(256, (*shape, 3, 40, 40), dtype=torch.uint8)
 
 
-def _slice_of_partly_filled(storage: Any, path: Path) -> Any:
-    """Read a slice of a buffer that is not full (pytorch/rl#1729)."""
-    buffer = ReplayBuffer(storage=storage(1000))
-    for _ in range(50):
-        buffer.add(TensorDict({"pixels": _images()}))
-    return buffer[10:].clone()
-
-
 def _add_trajectories(storage: Any, path: Path) -> Any:
     """Add trajectories as single elements, and several at once (pytorch/rl#2948)."""
     buffer = TensorDictReplayBuffer(storage=storage(10), batch_size=5)
@@ -365,35 +356,16 @@ def _add_trajectories(storage: Any, path: Path) -> Any:
     return torch.cat([buffer.sample(), buffer[:]])
 
 
-def _buffer_over_loaded_storage(storage: Any, path: Path) -> Any:
-    """Sample from another buffer over a loaded storage (pytorch/rl#3120)."""
-    buffer, loaded = (TensorDictReplayBuffer(storage=storage(10), batch_size=4) for _ in range(2))
-    buffer.extend(TensorDict({"pixels": _images(6)}, [6]))
-    buffer.dumps(path)
-    loaded.loads(path)
-    return TensorDictReplayBuffer(storage=loaded.storage, batch_size=4).sample()
-
-
 def _single_agent(storage: Any, path: Path) -> Any:
-    """Store the images of one agent, in a dimension of size 1 (pytorch/rl#3515)."""
+    """Store the images of one agent, in a dimension of size 1 (pytorch/rl#3515), and use torch.save (#1588)."""
     buffer = TensorDictReplayBuffer(storage=storage(10), batch_size=4)
     agents = [TensorDict({"pixels": _images(6, 1)}, [6, 1]) for _ in range(2)]
     buffer.extend(TensorDict({"agents": agents[0], "next": {"agents": agents[1]}}, [6]))
-    return buffer.sample()
-
-
-def _through_torch_save(storage: Any, path: Path) -> Any:
-    """Save and load a buffer with torch (pytorch/rl#1588)."""
-    buffer = TensorDictReplayBuffer(storage=storage(10), batch_size=4)
-    buffer.extend(TensorDict({"pixels": _images(6)}, [6]))
     torch.save(buffer, path)
-    return torch.load(path, weights_only=False).sample()
+    return torch.cat([buffer.sample(), torch.load(path, weights_only=False).sample()])
 
 
-@pytest.mark.parametrize(
-    "use",
-    [_slice_of_partly_filled, _add_trajectories, _buffer_over_loaded_storage, _single_agent, _through_torch_save],
-)
+@pytest.mark.parametrize("use", [_add_trajectories, _single_agent])
 def test_calls_of_public_reports_return_the_same_as_with_lazy_tensor_storage(use: Any, tmp_path: Path) -> None:
     found = []
     for storage in (FrameStorage, LazyTensorStorage):

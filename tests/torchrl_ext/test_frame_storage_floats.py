@@ -1,8 +1,7 @@
-"""Floating-point images, recycled batches and the byte limit of ``FrameStorage``."""
+"""Floating-point and JPEG images, recycled batches and the byte limit of ``FrameStorage``."""
 
 from __future__ import annotations
 
-import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,14 @@ from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
 from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
+from rl_ext_core.frames.codecs import JpegCodec
+from rl_ext_core.frames.layout import StackLayout
+from tests.core.frames.jpeg_oracle import as_jpeg
+from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Videos, assert_same
 from torchrl_ext import FrameStorage
 
 N = 120
+KEYS: list[Any] = ["pixels", ("next", "pixels")]
 
 
 def make_frames(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -41,8 +45,10 @@ def make_steps(form: str, dtype: torch.dtype = torch.float32) -> TensorDict:
 
 
 @pytest.mark.parametrize("batch", [1, 30])
-@pytest.mark.parametrize("form", ["stack", "HWC", "frame", "nested"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [("stack", torch.float32), ("HWC", torch.float16), ("frame", torch.float64), ("nested", torch.float32)],
+)
 def test_float_images_are_compressed_by_default(form: str, batch: int, dtype: torch.dtype) -> None:
     steps = make_steps(form, dtype)
     buffer = TensorDictReplayBuffer(storage=FrameStorage(N), batch_size=16)
@@ -51,13 +57,6 @@ def test_float_images_are_compressed_by_default(form: str, batch: int, dtype: to
     for key in steps.keys(True, True):
         assert torch.equal(buffer[:][key].clone(), steps[key])
     assert buffer.storage.nbytes < steps.bytes() / 5
-
-
-@pytest.mark.parametrize("form", ["HW", "no next"])
-def test_float_images_are_found_by_repeated_parts(form: str) -> None:
-    storage = FrameStorage(N)
-    storage.set(range(N), make_steps(form))
-    assert storage.nbytes < make_steps(form).bytes() / 5
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def test_other_floats_are_not_images(values: torch.Tensor, caplog: pytest.LogCap
 def _make_bytes() -> TensorDict:
     """Return steps whose images are bytes."""
     steps = make_steps("stack")
-    for key in ("pixels", ("next", "pixels")):
+    for key in KEYS:
         steps[key] = (steps[key].clamp(0, 1) * 255).round().to(torch.uint8)
     return steps
 
@@ -84,7 +83,7 @@ def _make_bytes() -> TensorDict:
 def _divide(steps: TensorDict, divisor: int = 255) -> TensorDict:
     """Return steps whose images are divided by a number."""
     steps = steps.clone()
-    for key in ("pixels", ("next", "pixels")):
+    for key in KEYS:
         steps[key] = steps[key] / divisor
     return steps
 
@@ -112,8 +111,16 @@ def test_other_floats_after_bytes_are_returned_bit_for_bit(value: float) -> None
     storage.set(range(80), steps[:80])
     steps["next", "pixels"][100, 2, 3, 4] = value
     storage.set(range(80, N), steps[80:])
-    for key in ("pixels", ("next", "pixels")):
+    for key in KEYS:
         assert torch.equal(storage[:][key].clone().view(torch.int32), steps[key].view(torch.int32))
+
+
+@pytest.mark.parametrize("form", ["HW", "no next"])
+def test_float_images_are_found_by_repeated_parts(form: str) -> None:
+    storage, steps = FrameStorage(N), make_steps(form)
+    storage.set(range(N), steps)
+    assert storage.nbytes < steps.bytes() / 5
+    assert torch.equal(storage[:]["pixels"][:], steps["pixels"])
 
 
 def test_named_key_includes_the_next_one() -> None:
@@ -179,32 +186,45 @@ def test_max_bytes_refuses_large_elements_before_storing_them() -> None:
     assert len(storage) == 4
 
 
-def test_batches_of_jpeg_images_take_as_much_as_single_ones() -> None:
-    pytest.importorskip("simplejpeg")
-    x = np.add.outer(np.arange(96), np.arange(96))
-    images = torch.from_numpy(np.stack([(x + t) % 256 // 2 for t in range(200)]).astype(np.uint8))[:, None]
-    sizes = {}
-    for batch in (1, 100):
-        storage = FrameStorage(200, codec="jpeg")
-        for start in range(0, 200, batch):
-            storage.set(range(start, start + batch), TensorDict({"pixels": images[start : start + batch]}, [batch]))
-        sizes[batch] = storage.nbytes
-    assert sizes[100] < sizes[1] + 8 * 2 * 96 * 96
+GREY = StackLayout((STACK, HEIGHT, WIDTH), np.dtype(np.uint8), STACK, 0)
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_garbage_collection_closes_a_folder(view: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    buffer = TensorDictReplayBuffer(storage=FrameStorage(N, storage_dir=tmp_path / "a"), batch_size=16)
-    buffer.extend(make_steps("stack"))
-    if view:
-        buffer[:]["action"][3] = 5.0
-    buffer.cycle = buffer
-    del buffer
-    gc.collect()
-    with pytest.raises(InvalidArgumentError, match="contains 120 rows of an earlier buffer"):
-        FrameStorage(N, storage_dir=tmp_path / "a")
-    with caplog.at_level(logging.INFO):
-        storage = FrameStorage(N, storage_dir=tmp_path / "a", resume=True)
-    assert "was not closed" not in caplog.text
-    assert storage[3]["action"].tolist() == [5.0 if view else 0.0] * 3
-    storage.close()
+def _make_pictures(n: int) -> TensorDict:
+    """Collect transitions whose images have smooth backgrounds."""
+    return Videos(1, smooth=True).collect(n).reshape(-1)
+
+
+@pytest.mark.parametrize(("batch", "quality"), [(1, 95), (7, 50), (60, 95)])
+def test_jpeg_images_equal_those_that_simplejpeg_compresses(
+    batch: int, quality: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without n_stack, the first 64 images are stored exactly, because their layout is not known yet.
+    storage, data = FrameStorage(100, codec="jpeg", quality=quality, n_stack=STACK), _make_pictures(80)
+    for start in range(0, 80, batch):
+        storage.set(range(start, min(start + batch, 80)), data[start : start + batch])
+    expected = {key: torch.from_numpy(as_jpeg(data[key].numpy(), GREY, quality)) for key in KEYS}
+    with monkeypatch.context() as patch:
+        patch.setattr(JpegCodec, "encode", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            storage.set(range(30, 50), data[40:60])
+    for key in KEYS:
+        assert torch.equal(storage[torch.arange(80)][key], expected[key])
+
+
+@pytest.mark.parametrize(
+    ("saved", "options", "text"),
+    [
+        ({"codec": "jpeg", "quality": 80}, {"codec": "jpeg"}, "made with codec='jpeg', quality=80"),
+        ({"max_error": 4}, {"max_error": 3}, "made with max_error=4"),
+    ],
+)
+def test_loading_a_lossier_state_is_refused(saved: dict[str, Any], options: dict[str, Any], text: str) -> None:
+    storage = FrameStorage(100, **saved)
+    storage.set(range(70), _make_pictures(70))
+    state = storage.state_dict()
+    for other in ({}, options):
+        with pytest.raises(InvalidArgumentError, match=text):
+            FrameStorage(100, **other).load_state_dict(state)
+    again = FrameStorage(100, **saved)
+    again.load_state_dict(state)
+    assert_same(again[:].clone(), storage[:].clone())

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictMaxValueWriter, TensorDictReplayBuffer
 
 from rl_ext_core.errors import RlExtError
-from tests.interrupts import interrupt_at
-from tests.torchrl_ext.frame_data import Videos, assert_same
+from tests.interrupts import interrupt_at, interrupt_everywhere
+from tests.torchrl_ext.frame_data import Videos, assert_same, make_transitions
 from torchrl_ext import FrameStorage
 
 CODE_PATHS = ("torchrl_ext/frame", "rl_ext_core/")
@@ -147,17 +148,33 @@ class SameAsUpstream(RuleBasedStateMachine):
         self._extend_both(self._collect_data(n, "floats"))
 
     @precondition(lambda self: not self.keeps_best)
-    @rule(n=st.integers(1, 4), at=st.integers(1, 1500))
-    def interrupt_extend(self, n: int, at: int) -> None:
-        """Interrupt an addition to our buffer; repeat it on upstream's if it was completed."""
-        data = self._collect_data(n)
-        first = torch.tensor([int(self.theirs.writer._cursor)])
-        interrupt_at(lambda: self._extend(self.ours, data), at, code_paths=CODE_PATHS)
-        stored = len(self.ours.storage.get(slice(None))) > int(first) and torch.equal(
-            self.ours.storage.get(first)["inner", "vector"], data[:1]["inner", "vector"]
-        )
-        if stored:
-            self._extend(self.theirs, data)
+    @rule(
+        name=st.sampled_from(["extend", "extend", "one key", "empty", "sample", "state_dict", "dumps", "copy"]),
+        n=st.integers(1, 4),
+        at=st.integers(1, 1500),
+    )
+    def interrupt(self, name: str, n: int, at: int) -> None:
+        """Interrupt a call of our buffer. Make the same call of upstream's if it was completed."""
+        data, path = self._collect_data(n), self.temporary / "c"
+        part = data.select(next(key for key in data.keys(True, True) if "pixels" in key))[:1]
+        calls: dict[str, Any] = {
+            "extend": lambda buffer: self._extend(buffer, data),
+            "one key": lambda buffer: buffer.storage.set(torch.tensor([0]), part.clone(), set_cursor=False),
+            "empty": lambda buffer: buffer.empty(),
+            "sample": lambda buffer: buffer.sample(),
+            "state_dict": lambda buffer: buffer.storage.state_dict(),
+            "dumps": lambda buffer: buffer.storage.dumps(path),
+            "copy": lambda buffer: copy.deepcopy(buffer.storage),
+        }
+        if self.folder is not None and name == "copy":
+            return  # a storage in a folder refuses this call
+        interrupt_at(lambda: calls[name](self.ours), at, code_paths=CODE_PATHS)
+        try:
+            self._compare(self.ours)
+        except AssertionError:
+            calls[name](self.theirs)  # the invariant compares again
+        if len(self.theirs) == 0:
+            self._extend_both(self._collect_data(1))
 
     @precondition(lambda self: not self.keeps_best)
     @rule(wrong=st.sampled_from(sorted(MISFITS)))
@@ -303,3 +320,23 @@ class SameAsUpstream(RuleBasedStateMachine):
 
 TestSameAsUpstream = SameAsUpstream.TestCase
 TestSameAsUpstream.settings = settings(max_examples=80 if "CI" in os.environ else 20, stateful_step_count=20)
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_interrupted_first_elements_are_stored_or_not(in_folder: bool, tmp_path: Path) -> None:
+    made: list[FrameStorage] = []
+    data = make_transitions(20)
+
+    def prepare() -> Callable[[], Any]:
+        """Make an empty storage, and return a call that stores its first elements."""
+        folder = tmp_path / f"storage{len(made)}" if in_folder else None
+        made.append(FrameStorage(24, storage_dir=folder))
+        return lambda: made[-1].set(range(20), data.clone())
+
+    for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=37):
+        assert len(made[-1]) in (0, 20), where
+        made[-1].set(range(20, 24), data[:4].clone())
+        made[-1].set(range(20), data.clone())
+        assert_same(made[-1][:].clone()[:20], data.to("cpu"))
+        made[-1].close()

@@ -192,12 +192,9 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 
 STORAGES: dict[str, Any] = {
-    "LazyTensorStorage": lambda path: LazyTensorStorage(60),
     "LazyMemmapStorage": lambda path: LazyMemmapStorage(60, scratch_dir=path),
     "FrameStorage": lambda path: FrameStorage(60),
-    "FrameStorage in a folder": lambda path: FrameStorage(
-        60, pixels=["value"], storage_dir=path / "frames", resume=True
-    ),
+    "FrameStorage in a folder": lambda path: FrameStorage(60, pixels=["value"], storage_dir=path / "frames"),
 }
 
 
@@ -304,14 +301,11 @@ def test_writes_of_another_process_are_seen(storage: Any) -> None:
 
 def test_sampler_arguments_dispatch_as_in_torchrl() -> None:
     assert type(SliceSampler(slice_len=2, replacement=False)) is SliceSamplerWithoutReplacement
-    ends = torch.tensor([False, True, False, True])
-    for name, static in (("ends", ends), ("trajectories", torch.tensor([0, 0, 1, 1]))):
+    static = {"ends": torch.tensor([False, True, False, True]), "trajectories": torch.tensor([0, 0, 1, 1])}
+    for name, values in static.items():
+        options = {"slice_len": 2, "cache_values": True, name: values}
         buffers = [
-            ReplayBuffer(
-                storage=LazyTensorStorage(4),
-                sampler=sampler(slice_len=2, cache_values=True, **{name: static}),
-                batch_size=8,
-            )
+            ReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler(**options), batch_size=8)
             for sampler in (SliceSampler, torchrl.data.SliceSampler)
         ]
         for buffer in buffers:

@@ -23,7 +23,6 @@ _COPY_BATCH = 64  # elements in which images are looked for
 _MIN_IMAGE_NBYTES = 1024  # smaller leaves are not worth compressing
 _FLOATS = (torch.float16, torch.float32, torch.float64)
 _MIN_SIDE = 8  # height and width of images of floats
-_SCALED_AT_ONCE = 4  # images whose floats fit into the cache of a CPU
 _UNCHANGED = 0.5  # fraction of values that stay the same from one image to the next
 
 Key = Any  # a string, or a tuple of strings
@@ -123,25 +122,25 @@ class FrameColumn:
         :param images: Images of one or both keys, by key.
         """
         rows = numbers.reshape(-1).numpy()
-        checked = {key: self._check(leaf, key) for key, leaf in images.items()}
+        checked: dict[Key, Any] = {key: self._check(leaf, key) for key, leaf in images.items()}
         if self.is_scaled:
-            scaled = {key: part for key, leaf in checked.items() if (part := to_bytes(leaf)) is not None}
-            if len(scaled) == len(checked):
-                checked = scaled
-            else:
+            scaled = {key: to_bytes(leaf) for key, leaf in checked.items()}
+            if any(leaf is None for leaf in scaled.values()):
                 self.store_as_floats()
+            else:
+                checked = scaled
         arrays = [checked[key].numpy() if key in checked else None for key in self.keys]
-        for number, (key, array) in enumerate(zip(self.keys, arrays, strict=True)):
-            if array is None:  # both images of a number are stored together
-                if self.table.is_lossy:
-                    raise InvalidArgumentError(
-                        f"{key!r} is missing. With max_error or codec='jpeg', its errors would add up if only "
-                        f"{next(iter(images))!r} were written; nothing was stored. Write both"
-                    )
-                arrays[number] = np.empty((len(rows), *self.shape), self._stored_dtype)
-                outs = [arrays[number] if other is key else None for other in self.keys]
-                self.table.get(rows, *outs)
-        self.table.put(rows, *[array for array in arrays if array is not None])
+        if len(checked) < len(self.keys):  # both images of a number are stored together
+            if self.table.is_lossy:
+                missing = next(key for key in self.keys if key not in checked)
+                raise InvalidArgumentError(
+                    f"{missing!r} is missing. With max_error or codec='jpeg', its errors would add up if only the "
+                    "other image were written; nothing was stored. Write both"
+                )
+            outs = [np.empty((len(rows), *self.shape), self._stored_dtype) if a is None else None for a in arrays]
+            self.table.get(rows, *outs)
+            arrays = [out if array is None else array for array, out in zip(arrays, outs, strict=True)]
+        self.table.put(rows, *arrays)
 
     def _check(self, leaf: torch.Tensor, key: Key) -> torch.Tensor:
         """Return the images of a leaf in one dimension; refuse a dtype other than the column's."""
@@ -174,17 +173,13 @@ class FrameColumn:
         outs = {key: empty((len(rows), *self.shape), self._stored_dtype) for key in keys}
         num_threads = torch.get_num_threads() if self._num_threads is None else self._num_threads
         self.table.get(rows, *[outs.get(key) for key in self.keys], num_threads=num_threads)
-        found = [torch.from_numpy(outs[key]).reshape(*numbers.shape, *self.shape) for key in keys]
-        if not self.is_scaled:
-            return found
-        floats = []
-        for images in found:
-            out = torch.from_numpy(empty((len(rows), *self.shape), self._numpy_dtype))
-            flat = images.reshape(-1, *self.shape)
-            for start in range(0, len(flat), _SCALED_AT_ONCE):
-                out[start : start + _SCALED_AT_ONCE].copy_(flat[start : start + _SCALED_AT_ONCE]).div_(255)
-            floats.append(out.reshape(images.shape))
-        return floats
+        if self.is_scaled:
+            from torchrl_ext.frame_storage.byte_floats import as_floats  # imports numba
+
+            for key, numerators in outs.items():
+                outs[key] = empty(numerators.shape, self._numpy_dtype)
+                as_floats(numerators.reshape(-1), outs[key].reshape(-1))
+        return [torch.from_numpy(outs[key]).reshape(*numbers.shape, *self.shape) for key in keys]
 
     @property
     def recycled_nbytes(self) -> int:
@@ -196,26 +191,19 @@ class FrameColumn:
 
 
 def to_bytes(images: torch.Tensor) -> torch.Tensor | None:
-    """Return the numerators of floats that are bit for bit n/255, as of ``ToTensorImage``; None if one is not."""
-    found = torch.empty(images.shape, dtype=torch.uint8)
-    scaled = torch.empty_like(images[:_SCALED_AT_ONCE])
-    for start in range(0, len(images), _SCALED_AT_ONCE):
-        part, out = (tensor[start : start + _SCALED_AT_ONCE] for tensor in (images, found))
-        again = scaled[: len(part)]
-        out.copy_(torch.mul(part, 255, out=again).round_())
-        if not torch.equal(again.copy_(out).div_(255).view(torch.int32), part.view(torch.int32)):
-            return None
-    return found
+    """Return the numerators of float32 images that are n/255 bit for bit; None if one is not."""
+    from torchrl_ext.frame_storage.byte_floats import as_bytes  # imports numba
+
+    floats, found = images.numpy().reshape(-1), torch.empty(images.shape, dtype=torch.uint8)
+    return found if as_bytes(floats, floats.view(np.int32), found.numpy().reshape(-1)) else None
 
 
-def has_bytes(data: Any, keys: list[Key]) -> bool:
+def _are_bytes(leaves: list[torch.Tensor]) -> bool:
     """Return whether leaves of the first elements are float32 of n/255, with enough values to tell."""
-    leaves = [data.get(key) for key in keys]
     if any(leaf.dtype != torch.float32 for leaf in leaves):
         return False
     found = [to_bytes(leaf.detach().cpu().contiguous()) for leaf in leaves]
-    values = [np.unique(part.numpy()) for part in found if part is not None]
-    return len(values) == len(leaves) and len(values[0]) > 2
+    return all(part is not None for part in found) and len(found[0].unique()) > 2  # type: ignore[union-attr]
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
@@ -243,12 +231,15 @@ def list_items(data: Any, *, leaves_only: bool = False) -> list[tuple[Key, Any]]
         ) from error
 
 
-def describe_image_columns(row: Any, pixels: Sequence[Key] | None, data: Any) -> list[dict[str, Any]]:
+def describe_image_columns(
+    row: Any, pixels: Sequence[Key] | None, data: Any, *, may_scale: bool
+) -> list[dict[str, Any]]:
     """Describe the image columns of a storage in plain values that JSON can store.
 
-    :param row: one element
-    :param pixels: keys of the images; None: all leaves that look like images
-    :param data: first elements
+    :param row: One element.
+    :param pixels: Keys of the images. None: all leaves that look like images.
+    :param data: First elements.
+    :param may_scale: Whether floats of n/255 may be stored as bytes.
     :return: Dictionary per column: ``keys``, the one under ``"next"`` last; ``shape`` and ``dtype`` of an image; its
         other dimensions, ``batch``; ``scaled``, see :class:`FrameColumn`.
     :raises InvalidArgumentError: If a key is missing, or its value has no image dimensions.
@@ -256,16 +247,19 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None, data: Any) ->
     found = _image_shapes(row, pixels, data)
     kinds = []
     for key, shape in found.items():
-        root, following = key, unravel_key(("next", key))
-        if isinstance(key, tuple) and key[0] == "next":
-            root, following = unravel_key(key[1:]), key
-        leaf = row.get(key)
-        pair = [k for k in (root, following) if found.get(k) == shape and _same_shape_and_dtype(row.get(k), leaf)]
+        leaf, names = row.get(key), _pair_of(key)
+        pair = [name for name in names if found.get(name) == shape and _is_twin(row.get(name), leaf)]
         if key == pair[0]:
             batch = list(_parent_of(row, key).batch_size)
             kind = {"keys": pair, "shape": list(shape), "dtype": dtype_name(leaf.dtype), "batch": batch}
-            kinds.append({**kind, "scaled": False})
+            kinds.append({**kind, "scaled": may_scale and _are_bytes([data.get(name) for name in pair])})
     return kinds
+
+
+def _pair_of(key: Key) -> tuple[Key, Key]:
+    """Return the key of a leaf, and that of its counterpart under ``"next"``, of which one is given."""
+    root = unravel_key(key[1:]) if isinstance(key, tuple) and key[0] == "next" else key
+    return root, unravel_key(("next", root))
 
 
 def _image_shapes(row: Any, pixels: Sequence[Key] | None, data: Any) -> dict[Key, torch.Size]:
@@ -288,11 +282,8 @@ def _image_shapes(row: Any, pixels: Sequence[Key] | None, data: Any) -> dict[Key
                 f"pixels={list(pixels)!r}: {key!r} is not a tensor of the data with a dimension after the batch; "
                 f"expected keys among {sorted(shapes, key=str)}"
             )
-    for key in list(keys):
-        following = unravel_key(("next", key))
-        if following in leaves and _same_shape_and_dtype(leaves[key], leaves[following]):
-            keys.append(following)
-    return {key: shapes[key] for key in keys}
+    nexts = [name for key in keys if (name := _pair_of(key)[1]) in leaves and _is_twin(leaves[key], leaves[name])]
+    return {key: shapes[key] for key in [*keys, *nexts]}
 
 
 def _are_float_images(leaves: dict[Key, Any], key: Key, shape: torch.Size) -> bool:
@@ -303,30 +294,25 @@ def _are_float_images(leaves: dict[Key, Any], key: Key, shape: torch.Size) -> bo
     leaf = leaves[key]
     if leaf.dtype not in _FLOATS or sum(side >= _MIN_SIDE for side in shape) < 2:
         return False
-    root = unravel_key(key[1:]) if isinstance(key, tuple) and key[0] == "next" else key
-    pair = [leaves.get(name) for name in (root, unravel_key(("next", root)))]
     stacks, *nexts = [
-        part.detach().cpu().reshape(-1, *shape)[:_COPY_BATCH].contiguous().numpy()
-        for part in pair
-        if part is not None and _same_shape_and_dtype(part, leaf)
+        leaves[name].detach().cpu().reshape(-1, *shape)[:_COPY_BATCH].contiguous().numpy()
+        for name in _pair_of(key)
+        if name in leaves and _is_twin(leaves[name], leaf)
     ]
     if len(stacks) == 1 and len(shape) >= 3:
         return True
     before, after = (stacks, nexts[0]) if nexts else (stacks[:-1], stacks[1:])
     if len(before) == 0:
         return False
-    unstacked = StackLayout(tuple(shape), stacks.dtype, 1, 0)
     from rl_ext_core.frames.log_table import find_stack_layout  # imports numba
 
+    unstacked = StackLayout(tuple(shape), stacks.dtype, 1, 0)
     layout = find_stack_layout(unstacked, stacks, nexts[0] if nexts else None)
     is_stacked = layout is not None and layout.n_stack > 1
     is_repeated = bool(np.mean(before == after) >= _UNCHANGED)
-    return is_stacked or is_repeated or (nexts != [] and _share_rows(stacks, nexts[0]))
-
-
-def _share_rows(stacks: npt.NDArray[Any], nexts: npt.NDArray[Any]) -> bool:
-    """Return whether an image is the next one of another element."""
-    return not {row.tobytes() for row in nexts}.isdisjoint(row.tobytes() for row in stacks)
+    # Whether an image is the next one of another element.
+    is_shared = bool(nexts) and not {row.tobytes() for row in after}.isdisjoint(row.tobytes() for row in stacks)
+    return is_stacked or is_repeated or is_shared
 
 
 def _parent_of(row: Any, key: Key) -> Any:
@@ -337,5 +323,6 @@ def _parent_of(row: Any, key: Key) -> Any:
     return row.get(key[:-1]) if isinstance(key, tuple) and len(key) > 1 else row
 
 
-def _same_shape_and_dtype(left: torch.Tensor, right: torch.Tensor) -> bool:
+def _is_twin(left: Any, right: torch.Tensor) -> bool:
+    """Return whether two leaves have one shape and one dtype."""
     return left.shape == right.shape and left.dtype == right.dtype

@@ -25,7 +25,7 @@ from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
 from rl_ext_core.frames.shared_memory import MemoryFile
 from rl_ext_core.frames.store import SalvageReport
 from torchrl_ext.frame_storage.columns import FrameColumn
-from torchrl_ext.frame_storage.format import describe_rows, dtype_from_name, rebuild
+from torchrl_ext.frame_storage.format import describe_rows, rebuild
 
 _logger = logging.getLogger("torchrl_ext")
 
@@ -57,16 +57,21 @@ class Marks:
     @property
     def length(self) -> int:
         """Number of stored elements along the first dimension."""
-        return int(self._numbers[0])
+        return min(int(self._numbers[0]), len(self.writing))
 
     @property
     def next_row(self) -> int:
         """Place of the next element."""
-        return int(self._numbers[1])
+        return int(self._numbers[1]) % len(self.writing)
 
     def update(self, length: int, next_row: int) -> None:
         """Set the length and the place of the next element."""
         self._numbers[:] = length, next_row
+
+
+def _align_bytes(size: int) -> int:
+    """Round a number of bytes up."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def create_elements(folder: LogFolder, columns: list[FrameColumn], rows: Any) -> None:
@@ -84,9 +89,10 @@ def create_elements(folder: LogFolder, columns: list[FrameColumn], rows: Any) ->
             "data.to_tensordict(), or leave storage_dir out"
         )
     kinds = [{**column.kind, "settings": column.table.part.settings} for column in columns]
-    settings = {"columns": kinds, "elements": describe_rows(rows, values=False)[0], "n_rows": len(rows)}
+    description, tensors = describe_rows(rows, values=False)
+    n_bytes = _ALIGNMENT + sum(_align_bytes(tensor.nbytes) for tensor in tensors)
     folder.segments(new=True)
-    folder.use(settings)
+    folder.use({"columns": kinds, "elements": description, "n_bytes": n_bytes, "n_rows": len(rows)})
 
 
 def map_elements(folder: LogFolder) -> tuple[TensorDict, Marks]:
@@ -95,43 +101,62 @@ def map_elements(folder: LogFolder) -> tuple[TensorDict, Marks]:
     :raises CorruptFileError: If the description of the elements is damaged.
     """
     assert folder.settings is not None
+    start = 0
     with as_corrupt_file(f"{folder.path} is"):
-        description, n_rows = folder.settings["elements"], folder.settings["n_rows"]
-        starts = [0]
-        for leaf in description["leaves"]:
-            size = math.prod(leaf["shape"]) * dtype_from_name(leaf["dtype"]).itemsize
-            starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        memory = folder.array("elements", (starts[-1] + _ALIGNMENT,), np.uint8)
+        memory = folder.array("elements", (folder.settings["n_bytes"],), np.uint8)
 
-        def view(number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-            """Return tensor ``number``, without a copy."""
-            size = math.prod(shape) * dtype.itemsize
-            if not size:
-                return torch.empty(shape, dtype=dtype)
-            return torch.from_numpy(memory[starts[number] :][:size]).view(dtype).reshape(shape)
+        def next_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+            """Return the next leaf, without a copy."""
+            nonlocal start
+            part = memory[start:][: math.prod(shape) * dtype.itemsize]
+            start += _align_bytes(part.size)
+            return torch.from_numpy(part).view(dtype).reshape(shape) if part.size else torch.empty(shape, dtype=dtype)
 
-        rows = rebuild(description, view).lock_()
-        return rows, Marks(folder.array("marks", (Marks.n_bytes(n_rows),), np.uint8))
+        rows = rebuild(folder.settings["elements"], next_tensor).lock_()
+        return rows, Marks(folder.array("marks", (Marks.n_bytes(folder.settings["n_rows"]),), np.uint8))
 
 
-def open_column(
-    folder: LogFolder, number: int, kind: dict[str, Any], options: dict[str, Any], *, num_threads: int | None = None
-) -> FrameColumn:
-    """Return an image column of a folder, into which no image was read yet.
+def open_columns(folder: LogFolder, options: dict[str, Any], *, num_threads: int | None = None) -> list[FrameColumn]:
+    """Return the image columns of a folder, into which no image was read yet.
 
-    :param kind: Description of the column.
     :param options: Options of the storage.
     """
     assert folder.settings is not None
-    path = folder.segments() / str(number)
-    path.mkdir(exist_ok=True)
-    column = FrameColumn(
-        kind, folder.settings["n_rows"], options, num_threads=num_threads, folder=path, settings=kind["settings"]
-    )
-    column.table.log.is_in_place = folder.is_in_place
-    name = "locations" + "_" * number
-    column.table.locations = folder.array(name, (math.prod(column.batch),), np.int64)
-    return column
+    columns = []
+    with as_corrupt_file(f"{folder.path} is"):
+        for number, kind in enumerate(folder.settings["columns"]):
+            path = folder.segments() / str(number)
+            path.mkdir(exist_ok=True)
+            table = {"folder": path, "settings": kind["settings"]}
+            column = FrameColumn(kind, folder.settings["n_rows"], options, num_threads=num_threads, **table)
+            column.table.log.is_in_place = folder.is_in_place
+            columns.append(column)
+            name = "locations" + "_" * number
+            column.table.locations = folder.array(name, (math.prod(column.batch),), np.int64)
+    return columns
+
+
+def find_intact(columns: list[FrameColumn], marks: Marks, *, repair: bool = False) -> npt.NDArray[np.bool_]:
+    """Read the images in a folder; return for which elements all images are found, shape ``(length,)``.
+
+    :param repair: Whether to skip damaged parts.
+    :raises CorruptFileError: If a file is damaged.
+    """
+    found = [column.table.recover(repair=repair)[: marks.length * column.per_row] for column in columns]
+    return np.all([rows.reshape(marks.length, -1 if len(rows) else 1).all(axis=1) for rows in found], axis=0)
+
+
+def check_images(columns: list[FrameColumn], marks: Marks, folder: LogFolder) -> None:
+    """Read the images in a folder. Those of elements that were being written may be missing.
+
+    :raises CorruptFileError: If other images are missing or damaged.
+    """
+    is_lost = ~find_intact(columns, marks) & ~marks.writing[: marks.length]
+    if lost := int(np.count_nonzero(is_lost)):
+        raise CorruptFileError(
+            f"images of {lost} of {marks.length} elements in {folder.path} are missing: the data was truncated or "
+            "overwritten. Keep the intact elements with FrameStorage.salvage(storage_dir)"
+        )
 
 
 def drop_torn_elements(rows: Any, columns: list[FrameColumn], marks: Marks, process_name: str) -> None:
@@ -139,7 +164,7 @@ def drop_torn_elements(rows: Any, columns: list[FrameColumn], marks: Marks, proc
 
     Those at the end are cut off. In the middle, they become copies of the valid element before them.
     """
-    length = min(marks.length, len(rows))
+    length, next_row = marks.length, marks.next_row
     torn = np.flatnonzero(marks.writing)
     inside = torn[torn < length]
     whole = np.setdiff1d(np.arange(length), inside)
@@ -149,8 +174,7 @@ def drop_torn_elements(rows: Any, columns: list[FrameColumn], marks: Marks, proc
         before = int(whole[np.searchsorted(whole, row) - 1])
         rows[row] = rows[before]
         for column in columns:
-            sources, targets = (column.rows_of(place) for place in (before, row))
-            column.table.copy(sources, targets)
+            column.table.copy(column.rows_of(before), column.rows_of(row))
     for column in columns:
         column.table.clear(length * column.per_row)
     if len(torn):
@@ -161,7 +185,7 @@ def drop_torn_elements(rows: Any, columns: list[FrameColumn], marks: Marks, proc
             len(torn) - len(inside),
             len(inside),
         )
-    marks.update(length, marks.next_row % len(rows) if length == len(rows) else length)
+    marks.update(length, next_row if length == len(rows) else length)
     marks.writing[:] = False
 
 
@@ -172,59 +196,25 @@ def salvage_folder(path: str | os.PathLike[str]) -> SalvageReport:
         if folder.settings is None:
             raise InvalidArgumentError(f"storage_dir={os.fspath(path)!r} does not contain a storage")
         rows, marks = map_elements(folder)
+        options = {name: value for name, value in folder.options.items() if name not in _STORAGE_ARGUMENTS}
+        columns = open_columns(folder, options)
         with as_corrupt_file(f"{folder.path} is"):
-            options = {name: value for name, value in folder.options.items() if name not in _STORAGE_ARGUMENTS}
-            columns = [open_column(folder, *each, options) for each in enumerate(folder.settings["columns"])]
-            kept, length = _keep_longest_run(rows, columns, marks)
-            n = rows.shape[1 : folder.options["ndim"]].numel()  # elements per row
+            length = marks.length
+            good = find_intact(columns, marks, repair=True) & ~marks.writing[:length]
+            oldest = marks.next_row if length == len(rows) else 0
+            order = (oldest + np.arange(length)) % max(length, 1)
+            # Each run except the first begins with a damaged element.
+            runs = np.split(order, np.flatnonzero(~good[order]))
+            places = max((run[good[run]] for run in runs), key=len)
+            rows[: len(places)] = rows[torch.from_numpy(places)].clone()
             for column in columns:
+                column.table.move(column.rows_of(places))
                 column.table.close()
+            marks.update(len(places), len(places) % len(rows))
+            marks.writing[:] = False
+            n = rows.shape[1 : folder.options["ndim"]].numel()  # elements per row
     finally:
         folder.close()
-    _logger.warning("%s: number of elements kept: %d, dropped: %d", folder.path, kept * n, (length - kept) * n)
-    return SalvageReport(kept * n, (length - kept) * n)
-
-
-def _keep_longest_run(rows: Any, columns: list[FrameColumn], marks: Marks) -> tuple[int, int]:
-    """Move the longest run of intact rows to the beginning; return its and the old length."""
-    length = min(marks.length, len(rows))
-    good = ~marks.writing[:length]
-    for column in columns:
-        found = column.table.recover(repair=True)[: length * column.per_row]
-        good &= found.reshape(length, -1).all(axis=1)
-    oldest = marks.next_row % len(rows) if length == len(rows) else 0
-    order = (oldest + np.arange(length)) % max(length, 1)
-    places = order[slice(*_longest_run(good[order]))]
-    rows[: len(places)] = rows[torch.from_numpy(places)].clone()
-    for column in columns:
-        column.table.move(column.rows_of(places))
-    marks.update(len(places), len(places) % len(rows))
-    marks.writing[:] = False
-    return len(places), length
-
-
-def _longest_run(good: npt.NDArray[np.bool_]) -> tuple[int, int]:
-    """Return the start and the end of the longest run of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], good, [False]]).astype(np.int8)))
-    starts, stops = edges[::2], edges[1::2]
-    if not len(starts):
-        return 0, 0
-    longest = int(np.argmax(stops - starts))
-    return int(starts[longest]), int(stops[longest])
-
-
-def check_images(columns: list[FrameColumn], length: int, folder: LogFolder, writing: npt.NDArray[np.bool_]) -> None:
-    """Read the images in a folder.
-
-    :param length: Number of elements along the first dimension.
-    :param writing: Elements that were being written, whose images may be missing.
-    :raises CorruptFileError: If images are missing or damaged.
-    """
-    for column in columns:
-        found = column.table.recover()[: length * column.per_row]
-        found |= np.repeat(writing[:length], column.per_row)
-        if lost := int(np.count_nonzero(~found)):
-            raise CorruptFileError(
-                f"{lost} of {len(found)} images of {column.keys} in {folder.path} are missing: the data was "
-                "truncated or overwritten. Keep the intact elements with FrameStorage.salvage(storage_dir)"
-            )
+    report = SalvageReport(len(places) * n, (length - len(places)) * n)
+    _logger.warning("%s: number of elements kept: %d, dropped: %d", folder.path, *report)
+    return report

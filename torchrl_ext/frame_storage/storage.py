@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -20,27 +20,25 @@ from tensordict.utils import unravel_key
 from torchrl.data import TensorStorage
 
 from rl_ext_core._interrupts import defer_signals
+from rl_ext_core.devices import resolve_device
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, OutOfMemoryError, StorageError
-from rl_ext_core.frames.codecs import DEFAULT_QUALITY, describe_lossiness
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, check_codec, describe_lossiness, validate_max_error
 from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
 from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
 from rl_ext_core.frames.shared_memory import MemoryFile, ProcessLock
 from rl_ext_core.frames.store import SalvageReport
+from rl_ext_core.vector.environments import check_count
 from torchrl_ext._compat import is_sampler
 from torchrl_ext.datasets import load_storage, save_storage
 from torchrl_ext.frame_storage.arguments import (
     Places,
     as_tensordict,
-    check_device,
-    check_options,
-    has_known_leaves,
+    check_leaves,
     index_to_cpu,
     is_key,
     is_single_index,
     is_slices,
-    normalize_index,
     number_places,
-    positive_int,
     resolve_target,
     snapshot_rows,
 )
@@ -51,15 +49,15 @@ from torchrl_ext.frame_storage.buffers import (
     rewind_writer,
     set_writer_cursor,
 )
-from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
-from torchrl_ext.frame_storage.columns import _COPY_BATCH, FrameColumn, Key, describe_image_columns, has_bytes
+from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, prepare_contents, read_contents
+from torchrl_ext.frame_storage.columns import _COPY_BATCH, FrameColumn, Key, describe_image_columns
 from torchrl_ext.frame_storage.folder import (
     Marks,
     check_images,
     create_elements,
     drop_torn_elements,
     map_elements,
-    open_column,
+    open_columns,
     salvage_folder,
 )
 from torchrl_ext.frame_storage.view import FrameView
@@ -169,13 +167,18 @@ class FrameStorage(TensorStorage):
                     f"{name}=True is not possible, because images are not stored as tensors; leave it out. Sample "
                     "outside of compiled functions, and add elements before processes share the buffer"
                 )
-        max_size, ndim = positive_int("max_size", max_size), positive_int("ndim", ndim)
-        check_device(device)
+        max_size, ndim = check_count("max_size", max_size), check_count("ndim", ndim)
+        if isinstance(device, int) or (device != "auto" and torch.device(device).type == "cuda"):
+            resolve_device(device)  # raises, before any data is collected for a GPU that is not available
         super().__init__(None, max_size, device=device, ndim=ndim)
         self._initial_max_size, self._pixels, self._num_threads = max_size, pixels, num_threads
         self._decode_on_gpu = check_decode_on_gpu(
             decode_on_gpu, "cpu" if device == "auto" else device, codec=codec, max_error=max_error
         )
+        check_codec(codec, quality=quality)
+        validate_max_error(max_error, codec=codec, dtype=np.uint8)
+        if n_stack is not None:
+            n_stack = check_count("n_stack", n_stack)
         self._columns: list[FrameColumn] = []
         self._closed = False
         self.lock = ProcessLock()
@@ -186,16 +189,12 @@ class FrameStorage(TensorStorage):
             **({} if quality == DEFAULT_QUALITY and codec != "jpeg" else {"quality": quality}),
         }
         if max_bytes is not None:
-            self._max_bytes = positive_int("max_bytes", max_bytes)
-            if ndim > 1:
+            self._max_bytes = check_count("max_bytes", max_bytes)
+            if ndim > 1 or storage_dir is not None:
                 raise InvalidArgumentError(
-                    f"max_bytes={max_bytes} is for storages of one dimension, got ndim={ndim}. Leave one of them out"
+                    f"max_bytes={max_bytes} is for storages of one dimension in main memory, got ndim={ndim} and "
+                    f"storage_dir={storage_dir!r}. Leave max_bytes out"
                 )
-            if storage_dir is not None:
-                raise InvalidArgumentError(
-                    f"max_bytes={max_bytes} is for main memory, got storage_dir={str(storage_dir)!r}. Leave one out"
-                )
-        check_options(self._options)
         if resume and storage_dir is None:
             raise InvalidArgumentError("resume=True needs a folder. Pass storage_dir too, or leave resume out")
         if storage_dir is not None:
@@ -220,10 +219,9 @@ class FrameStorage(TensorStorage):
 
     def _share(self) -> None:
         """Let the lock keep the images up to date with those of other processes, and repair them after a kill."""
-        this = weakref.ref(self)
-        self.lock.recover = partial(_call_weakly, this, "_recover_after_kill")
-        self.lock.on_enter = partial(_call_weakly, this, "_call_tables", "load")
-        self.lock.on_exit = partial(_call_weakly, this, "_call_tables", "save")
+        self.lock.recover = self._recover_after_kill
+        self.lock.on_enter = partial(self._call_tables, "load")
+        self.lock.on_exit = partial(self._call_tables, "save")
 
     def _call_tables(self, name: str) -> None:
         """Call a method of all tables of images."""
@@ -251,19 +249,28 @@ class FrameStorage(TensorStorage):
             set_writer_cursor(self, self._resume_cursor)
 
     def _require_open(self) -> None:
-        """Raise an error if the storage is closed, or if this process was forked from the one that created it."""
+        """Raise an error if the storage is closed, its folder was replaced, or this process is a fork of its owner."""
         if self._closed:
             raise InvalidArgumentError(
                 "this FrameStorage is closed. Open its folder again with the same arguments and resume=True: "
                 "FrameStorage(..., resume=True)"
             )
+        if self._folder is not None and not self._folder.is_in_place():
+            raise StorageError(
+                f"{self._folder.path} was moved, deleted or replaced since it was opened. Move it back, or pass "
+                "another storage_dir"
+            )
         self.lock.check_process()
 
     # Allocation
 
-    def _init(self, data: Any) -> None:
-        """Create the columns and allocate all elements, for elements like the first ones in ``data``."""
-        row = data[0]
+    def _init(self, row: Any, data: Any = None) -> None:
+        """Create the columns and allocate all elements.
+
+        :param row: One element.
+        :param data: First elements, from which the form of images is detected; default ``row``.
+        """
+        data = row.unsqueeze(0) if data is None else data[:_COPY_BATCH]
         if self.device == "auto":
             self.device = row.device or torch.device("cpu")
         if self._max_bytes is not None and (n_bytes := int(row.bytes())) > self._max_bytes // 2:
@@ -271,10 +278,7 @@ class FrameStorage(TensorStorage):
                 f"max_bytes={self._max_bytes} is too little: one element of this kind takes {n_bytes} bytes, expected "
                 f"at most half of max_bytes; nothing was stored. Use max_bytes={2 * n_bytes} or more"
             )
-        kinds = describe_image_columns(row, self._pixels, data[:_COPY_BATCH])
-        if self._may_scale:
-            for kind in kinds:
-                kind["scaled"] = has_bytes(data[:_COPY_BATCH], kind["keys"])
+        kinds = describe_image_columns(row, self._pixels, data, may_scale=self._may_scale)
         if not kinds:
             _logger.warning(
                 "no images were found in the data (%s), so nothing is compressed. If there are images, name them: "
@@ -282,13 +286,12 @@ class FrameStorage(TensorStorage):
                 ", ".join(map(str, row.keys(include_nested=True, leaves_only=True))),
             )
         try:
-            shape = self._shape_for(row)
-            columns = [self._new_column(kind, shape[0]) for kind in kinds]
-            small = row.exclude(*[key for column in columns for key in column.keys])
-            if self._folder is not None:
-                self._create_files(self._folder, columns, small.to("cpu"), data)
+            columns = [self._new_column(kind, self._shape_for(row)[0]) for kind in kinds]
+            small = row.exclude(*[key for column in columns for key in column.keys]).to("cpu")
+            if self._folder is None:
+                self._allocate(small, columns)
             else:
-                self._allocate(small.to("cpu"), columns)
+                self._create_files(self._folder, columns, small, data)
         except BaseException:
             self._uninitialize()
             raise
@@ -304,13 +307,9 @@ class FrameStorage(TensorStorage):
             return torch.Size((self.max_size, *row.shape))
         return torch.Size((-(self.max_size // -row.shape[: self.ndim - 1].numel()), *row.shape))
 
-    def _new_column(self, kind: dict[str, Any], n_rows: int, **table: Any) -> FrameColumn:
-        """Create the column that a description specifies, for ``n_rows`` elements.
-
-        :param table: Further arguments of its table.
-        """
-        options = {**table, "max_bytes": self._max_bytes}
-        return FrameColumn(kind, n_rows, self._options, num_threads=self._num_threads, **options)
+    def _new_column(self, kind: dict[str, Any], n_rows: int) -> FrameColumn:
+        """Create the column that a description specifies, for ``n_rows`` elements."""
+        return FrameColumn(kind, n_rows, self._options, num_threads=self._num_threads, max_bytes=self._max_bytes)
 
     def _allocate(self, row: Any, columns: list[FrameColumn]) -> None:
         """Allocate all elements.
@@ -343,12 +342,8 @@ class FrameStorage(TensorStorage):
         if folder.settings is None:
             return
         rows, self._marks = map_elements(folder)
-        with as_corrupt_file(f"{folder.path} is"):
-            self._columns = [
-                open_column(folder, *each, self._options, num_threads=self._num_threads)
-                for each in enumerate(folder.settings["columns"])
-            ]
-        check_images(self._columns, min(self._marks.length, len(rows)), folder, self._marks.writing)
+        self._columns = open_columns(folder, self._options, num_threads=self._num_threads)
+        check_images(self._columns, self._marks, folder)
         self._set_rows(rows)
         self._resume_cursor = self._recover("their process")
 
@@ -395,8 +390,7 @@ class FrameStorage(TensorStorage):
             check_max_bytes(self, self._max_bytes)
         with self.lock:
             try:
-                self._refresh()
-                self._set(normalize_index(cursor, self.ndim), as_tensordict(data), set_cursor=set_cursor)
+                self._set(cursor, as_tensordict(data), set_cursor=set_cursor)
             except BaseException:
                 if set_cursor:
                     rewind_writer(self, cursor)
@@ -414,7 +408,7 @@ class FrameStorage(TensorStorage):
             if not len(first):
                 raise InvalidArgumentError("the first batch has no elements; nothing was stored. Pass one or more")
             resolve_target(cursor, data, shape=self._shape_for(first[0]), ndim=self.ndim)  # raises
-            self._init(first)
+            self._init(first[0], first)
         length, last = self._len, self._last_cursor_index
         undo: Callable[[], None] | None = None
         try:
@@ -427,7 +421,7 @@ class FrameStorage(TensorStorage):
                     "moved; nothing was stored. Add elements with buffer.extend(data)"
                 )
             may_cast = is_single_index(cursor) or is_slices(cursor)  # as torch does
-            if not has_known_leaves(
+            if not check_leaves(
                 where,
                 self._storage,
                 self._columns,
@@ -436,7 +430,7 @@ class FrameStorage(TensorStorage):
                 may_lack_keys=not set_cursor,
             ):
                 undo = snapshot_rows(self._storage, where.cursor)
-            small = where.data.exclude(*self._image_keys).to("cpu")
+            small = where.data.exclude(*[key for column in self._columns for key in column.keys]).to("cpu")
             numbers = number_places(where.cursor, self._storage.shape)
             if self._marks is not None:
                 self._marks.writing[where.places] = True
@@ -461,11 +455,6 @@ class FrameStorage(TensorStorage):
             raise
         self._mark_written(where.places)
         self._call_tables("commit")
-
-    @property
-    def _image_keys(self) -> list[Key]:
-        """Keys of all images."""
-        return [key for column in self._columns for key in column.keys]
 
     def get(self, index: Any) -> Any:
         """Return the elements at an index. Images of a slice are decoded when they are used.
@@ -492,7 +481,6 @@ class FrameStorage(TensorStorage):
             refuse_setting_key()
         self._require_open()
         with self.lock:
-            self._refresh()
             index = index_to_cpu(index)
             rows = super().get(index).copy()
             on_gpu = self._decode_on_gpu and self.device.type != "cpu" and not lazy
@@ -532,13 +520,11 @@ class FrameStorage(TensorStorage):
         numbers = number_places(slice(None), self._storage.shape)
         return FrameView(column.expand(numbers, len(self._storage.shape)), column, name, self)
 
-    @defer_signals
     def _apply_conditional_patch(self, index: Any, patch: Any) -> None:
-        parts = {unravel_key(key): value for key, value in patch.items()}
-        with self.lock:
-            self._refresh()
-            coordinates = tuple(index.unbind(-1)) if index.ndim > 1 else index
-            self._set(coordinates, TensorDict(parts, [len(index)]), set_cursor=False)
+        places = tuple(index.unbind(-1)) if index.ndim > 1 else index
+        self.set(
+            places, TensorDict({unravel_key(key): part for key, part in patch.items()}, [len(index)]), set_cursor=False
+        )
 
     def flatten(self) -> TensorStorage:
         """Return a storage of one dimension that is a view of this one."""
@@ -557,7 +543,6 @@ class FrameStorage(TensorStorage):
     def _empty(self) -> None:
         self._require_open()
         with self.lock:
-            self._refresh()
             super()._empty()
             self._empty_count += 1
             self._mark_written(np.zeros(0, dtype=np.int64))
@@ -598,17 +583,6 @@ class FrameStorage(TensorStorage):
 
     # Recovery by other processes, or by a later one
 
-    def _refresh(self) -> None:
-        """Use what other processes have written.
-
-        :raises StorageError: If the folder was moved or replaced.
-        """
-        if self._folder is not None and not self._folder.is_in_place():
-            raise StorageError(
-                f"{self._folder.path} was moved, deleted or replaced since it was opened. Move it back, or pass "
-                "another storage_dir"
-            )
-
     def _mark_written(self, places: Places) -> None:
         """Record that elements are complete."""
         if self._marks is not None and self._len_along_dim0 is not None:
@@ -632,13 +606,13 @@ class FrameStorage(TensorStorage):
         if not self._marks.writing.any():
             _logger.warning("process %d was killed while it used a FrameStorage; no element is lost", dead)
         set_writer_cursor(self, self._recover(f"process {dead}"))
+        self._call_tables("save")  # copies of elements are new entries
         self._bump_mutation_revision()
 
     @defer_signals
     def close(self) -> None:
         """Free all memory. A ``storage_dir`` can then be opened again, also by another process."""
         with self.lock:
-            self._require_open()
             self._drop_contents()
             if self._folder is not None:
                 self._folder.close()
@@ -672,14 +646,11 @@ class FrameStorage(TensorStorage):
                 "an empty FrameStorage cannot be shared with another process, because the shapes of its elements are "
                 "not known yet. Add elements first: buffer.extend(data), or buffer.extend(data) and buffer.empty()"
             )
-        if self._folder is not None:
+        option = "storage_dir" if self._folder is not None else "max_bytes" if self._max_bytes is not None else None
+        if option is not None:
             raise NotCopyableError(
-                f"a FrameStorage in {self._folder.path} cannot be shared with another process. Leave storage_dir out, "
-                "and save the elements with storage.dumps(path)"
-            )
-        if self._max_bytes is not None:
-            raise NotCopyableError(
-                "a FrameStorage with max_bytes cannot be shared with another process. Pass a max_size instead"
+                f"a FrameStorage with {option} cannot be shared with another process. Leave {option} out, or save the "
+                "elements with storage.dumps(path)"
             )
         with self.lock:
             make_kill_safe(self)
@@ -703,26 +674,21 @@ class FrameStorage(TensorStorage):
         if self._is_shared:
             self._share()
         if contents is not None:
-            self._replace_contents(*contents)
+            self._replace_contents(*contents, is_copy=True)
 
     def _contents(self) -> tuple[Any, list[dict[str, Any]]]:
-        """Return views of the elements, without images, and of the pools.
-
-        The caller has to hold the lock.
-        """
+        """Return views of the elements, without images, and of the tables. The caller must hold the lock."""
         frames = [{**column.kind, "table": column.table.contents()} for column in self._columns]
         return self._storage[: self._len_along_dim0], frames
 
     @defer_signals
-    def _replace_contents(
-        self, rows: Any, frames: list[dict[str, Any]], length: int, is_full: bool | None = None
-    ) -> None:
+    def _replace_contents(self, rows: Any, frames: list[dict[str, Any]], length: int, *, is_copy: bool = False) -> None:
         """Replace all elements by those of another storage.
 
-        :param rows: the elements, as returned by :meth:`_contents`
-        :param frames: the descriptions of the pools
-        :param length: number of elements
-        :param is_full: whether the other storage was full; None if it had this storage's ``max_size`` and writers
+        :param rows: The elements, as returned by :meth:`_contents`.
+        :param frames: The descriptions of the tables.
+        :param length: Number of elements.
+        :param is_copy: Whether the other storage has this storage's ``max_size`` and writers.
         :raises CorruptFileError: If the contents are damaged.
         :raises InvalidArgumentError: If they do not fit, or this storage has a folder or is shared.
         """
@@ -742,37 +708,35 @@ class FrameStorage(TensorStorage):
                 raise InvalidArgumentError(
                     "a FrameStorage cannot be loaded while other processes share it; load it first, then share it"
                 )
-            columns = self._restore_columns(rows, frames)
+            with as_corrupt_file("the images are"):
+                columns = [self._new_column(state, self._shape_for(_example_row(rows))[0]) for state in frames]
+                for column, state in zip(columns, frames, strict=True):
+                    column.table.restore(state["table"])
+                    if not self._may_scale:
+                        column.store_as_floats()
             self._allocate(_example_row(rows), columns)
             self._storage[: len(rows)] = rows
             self._len = length
             self._last_cursor = None
-            if is_full is not None:
+            if not is_copy:
                 self._resume_cursor = len(rows) if len(rows) < len(self._storage) else None
                 set_writer_cursor(self, len(rows) % len(self._storage))
             self._bump_mutation_revision()
 
-    def _restore_columns(self, rows: Any, frames: list[dict[str, Any]]) -> list[FrameColumn]:
-        """Return the saved columns, after checking that all handles refer to images."""
-        with as_corrupt_file("the images are"):
-            columns = [self._new_column(state, self._shape_for(_example_row(rows))[0]) for state in frames]
-            for column, state in zip(columns, frames, strict=True):
-                column.table.restore(state["table"])
-                if not self._may_scale:
-                    column.store_as_floats()
-        return columns
-
     @defer_signals
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the contents, made of tensors and plain values.
+        """Return a copy of the contents, which stay compressed: the bytes that ``dumps`` writes, as a tensor.
 
-        Only a ``FrameStorage`` can load it, because images stay compressed.
+        Only a ``FrameStorage`` can load it.
         """
         self._require_open()
         with self.lock:
             if not self.initialized:
-                return State(initialized=False, _len=0)
-            return as_state(*self._contents(), self._len, self._is_full)
+                return {"initialized": False, "_len": 0}
+            file = io.BytesIO()
+            prepare_contents(self)(file)
+            contents = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+            return {"frame_storage": contents, "initialized": True, "_len": self._len}
 
     @defer_signals
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -784,7 +748,9 @@ class FrameStorage(TensorStorage):
         """
         self._require_open()
         if state_dict.get("frame_storage") is not None:
-            self._replace_contents(*from_state(state_dict))
+            with as_corrupt_file("this state is"):
+                contents = read_contents(state_dict["frame_storage"].cpu().numpy(), "this state")
+            self._replace_contents(*contents)
         elif state_dict.get("initialized"):
             raise InvalidArgumentError(
                 "this is the state of another kind of storage than FrameStorage; load it into a storage of that kind, "
@@ -813,12 +779,6 @@ class FrameStorage(TensorStorage):
         :raises StorageError: If another process uses the folder.
         """
         return salvage_folder(storage_dir)
-
-
-def _call_weakly(this: Callable[[], Any], name: str, *arguments: Any) -> None:
-    """Call a method of a weakly referenced storage, unless it has been garbage-collected."""
-    if (storage := this()) is not None:
-        getattr(storage, name)(*arguments)
 
 
 def _example_row(rows: Any) -> Any:

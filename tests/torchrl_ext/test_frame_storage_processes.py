@@ -1,4 +1,4 @@
-"""A storage stays valid if a process that shares it, or its folder, is killed."""
+"""Storages that processes share, also if one of them is killed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torchrl.data import TensorDictReplayBuffer
+import torch
+from torchrl.collectors import MultiSyncCollector
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from rl_ext_core.errors import NotCopyableError
-from tests.torchrl_ext.frame_data import count_elements
+from rl_ext_core.errors import InvalidArgumentError, NotCopyableError
+from rl_ext_core.frames.log_state import SEQUENCE
+from tests.torchrl_ext.frame_data import Videos, collect_into, count_elements, make_film
 from tests.torchrl_ext.frame_kills import (
     KEYS,
     add_and_be_killed,
@@ -55,7 +58,11 @@ def _count_valid_elements(buffer: Any) -> Any:
     held = count_elements(rows, KEYS)
     assert not set(held) - set(all_hashes())
     assert count_elements(buffer[np.arange(len(rows))], KEYS) == held
-    assert buffer.storage._columns[0].table.n_stored == len(rows)
+    with buffer.storage.lock:
+        table = buffer.storage._columns[0].table
+        assert table.n_stored == len(rows)
+        numbers = [segment.number for segment in table.log._segments.values()]
+        assert max(numbers) <= table.log.state[SEQUENCE], "a later segment would get the same number"
     return held
 
 
@@ -120,6 +127,9 @@ def test_killed_processes_neither_block_others_nor_leave_partial_elements(contex
     check_random_kills(context, batch, size, kills=6)
 
 
+ALL_KEYS = [*KEYS, ("next", "done")]
+FILM_KEYS = ["observation", ("next", "observation"), ("next", "done")]
+BATCHES = [7, 40, 3, 25, 60]
 LINES = 660  # at least as many lines as adding a batch executes
 
 
@@ -176,3 +186,60 @@ def test_folder_cannot_be_shared(context: Any, tmp_path: Path) -> None:
     with pytest.raises(NotCopyableError, match="Leave storage_dir out"):
         worker.start()
     buffer.storage.close()
+
+
+def _collect_serially(seeds: list[int], batches: list[int]) -> list[Any]:
+    """Collect the batches of all workers in this process, one worker after the other."""
+    collected = []
+    for seed in seeds:
+        videos = Videos(2, seed=seed)
+        collected += [videos.collect(steps).reshape(-1) for steps in batches]
+    return collected
+
+
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize("first", [1, 100])
+def test_shared_storage_contains_all_elements_of_two_processes(context: Any, first: int) -> None:
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(2000), shared=True, batch_size=64)
+    start = Videos(1, seed=9).collect(first).reshape(-1)
+    buffer.extend(start.clone())
+    workers = [context.Process(target=collect_into, args=(buffer, seed, BATCHES)) for seed in (1, 2)]
+    for worker in workers:
+        worker.start()
+    expected = sum((count_elements(rows, ALL_KEYS) for rows in [start, *_collect_serially([1, 2], BATCHES)]), Counter())
+    while any(worker.is_alive() for worker in workers):
+        seen = count_elements(buffer.sample(), ALL_KEYS)
+        assert not set(seen) - set(expected), "the learner sees whole transitions only"
+    for worker in workers:
+        worker.join(120)
+        assert worker.exitcode == 0
+    assert len(buffer) == first + 2 * 2 * sum(BATCHES)
+    assert count_elements(buffer[:], ALL_KEYS) == expected
+    with pytest.raises(InvalidArgumentError, match="load it first"):
+        buffer.storage.load_state_dict(buffer.storage.state_dict())
+
+
+def _collect_without_buffer(frames: int) -> Any:
+    """Collect with two processes and without a buffer."""
+    collector = MultiSyncCollector([make_film] * 2, None, frames_per_batch=100, total_frames=frames)
+    collector.set_seed(3)
+    rows = torch.cat([batch.reshape(-1).clone() for batch in collector])
+    collector.shutdown()
+    return rows
+
+
+@pytest.mark.sample(quick=0)
+@pytest.mark.filterwarnings("ignore")
+def test_multiprocess_collectors_fill_a_shared_storage() -> None:
+    buffer = ReplayBuffer(storage=FrameStorage(1000), shared=True, batch_size=32)
+    options = {"frames_per_batch": 100, "total_frames": 400, "replay_buffer": buffer}
+    collector = MultiSyncCollector([make_film] * 2, None, **options)
+    collector.set_seed(3)
+    try:
+        for _ in collector:
+            if len(buffer) > 32:
+                buffer.sample()
+    finally:
+        collector.shutdown()
+    assert count_elements(buffer[:], FILM_KEYS) == count_elements(_collect_without_buffer(400), FILM_KEYS)
+    assert buffer.storage._columns[0].table.part.layout.n_stack == 4
