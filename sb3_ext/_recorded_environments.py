@@ -49,12 +49,7 @@ class EnvironmentsHere:
                 continue
             vec_env.envs[index] = recorder = EpisodeRecorder(env)
             if was_reset:
-                row: Any = {key: values[index].copy() for key, values in vec_env.buf_obs.items()}
-                if not isinstance(env.observation_space, gymnasium.spaces.Dict):
-                    row = (
-                        tuple(row.values()) if isinstance(env.observation_space, gymnasium.spaces.Tuple) else row[None]
-                    )
-                recorder.assume_seeded_reset(row)
+                recorder.assume_seeded_reset()
 
     def logs(self) -> list[EpisodeLog | None]:
         """Return the log of each environment's episode; None where there is none."""

@@ -52,12 +52,6 @@ class RestartingPool(Pool):
         for worker in group:
             worker.answer = self._group_error(group)
             worker.discard_answer()
-            self._drop_episodes(worker)
-
-    def _drop_episodes(self, worker: WorkerHandle) -> None:
-        """Drop the episode logs of a worker that has ended."""
-        if self._log is not None:
-            self._log.drop_episodes(range(worker.first, worker.last))
 
     # -- settings and observations
 
@@ -166,7 +160,6 @@ class RestartingPool(Pool):
         """
         starting, stepping = self._options.start_timeout, self._options.step_timeout
         worker.end()
-        self._drop_episodes(worker)
         worker.attempt += 1
         self._launch([worker])
         self._await_answer(worker, starting)
@@ -185,10 +178,7 @@ class RestartingPool(Pool):
         options = map(channel.unpack, self._reset_options[part])
         self.send_reset(worker, list(zip(seeds, options, strict=True)))
         infos = self._await_answer(worker, stepping)
-        resets_again = delays_reset and self._autoreset is Autoreset.NEXT_STEP
-        if self._log is not None:
-            self._log.end_restart(range(worker.first, worker.last), reset_due=resets_again)
-        if resets_again:
+        if delays_reset and self._autoreset is Autoreset.NEXT_STEP:
             self.send(worker, "reset at next step", None)
             self._await_answer(worker, stepping)
         return infos
