@@ -25,10 +25,13 @@ LOG_BYTES = 16 << 20
 MAX_STEPS = 100_000
 _TABLE_BYTES = 12 << 20
 _HEADER = 64
-# Number of calls that have begun, number of those that have returned, and where the pickled data end. Then the size of
-# the pickled generators and settings, 0 if there is no log.
-CALLS, RETURNED, _END, _HEAD = range(4)
-_NOT_CHECKED = 128  # flag of calls whose result is not known
+# Number of calls that have begun, and where the pickled data end. Then the size of the pickled generators and settings,
+# 0 if there is no log.
+CALLS, _END, _HEAD = range(3)
+_FAILED = 1 << 32  # is added to the number of calls after one that raised an exception
+# Flags of a call that has returned, of one that has ended the episode, and of one whose result is not known
+RETURNED, TERMINATED, TRUNCATED, _NOT_CHECKED = 1, 2, 4, 8
+_RESET = pickle.dumps(("reset", {}))
 # Arrays up to this size are checked completely. Of larger ones, these bytes are, because each word that is read takes
 # about as long as a cache miss.
 MAX_CHECKED_BYTES, _SAMPLED_BYTES = 8192, 2048
@@ -97,6 +100,7 @@ class LogMemory:
         self.limit = min(MAX_STEPS, _TABLE_BYTES // entry.itemsize)
         self.memory = memoryview(np.zeros(LOG_BYTES, np.uint8) if memory is None else memory)
         self._entries: Any = np.ndarray(self.limit, entry, self.memory, _HEADER)
+        self._marks = [self._entries["size"], self._entries["flags"]]
         self._data_start = _HEADER + self.limit * entry.itemsize
         self.cells = self.memory[:_HEADER].cast("Q")
         # Writing an item of a memoryview takes a third of the time of an array's.
@@ -130,8 +134,9 @@ class LogMemory:
         """
         cells, size = self.cells, self.cells[_HEAD]
         cells[_HEAD] = 0  # until the log is complete
-        self._entries["size"][: cells[CALLS] + 1] = 0
-        cells[CALLS] = cells[RETURNED] = 0
+        for marks in self._marks:
+            marks[: cells[CALLS] % _FAILED + 1] = 0
+        cells[CALLS] = 0
         if type(snapshot) is tuple and snapshot[0] is self._places and not settings and size:
             self.memory[self._states] = snapshot[1]  # the last snapshot differs in these bytes only
         else:
@@ -150,7 +155,9 @@ class LogMemory:
         """Record a call before it is made. Without memory for it, or after a call that has failed, drop the log."""
         cells = self.cells
         index, start = cells[CALLS], cells[_END]
-        packed = _pack((name, data)) if cells[_HEAD] and index < self.limit and index == cells[RETURNED] else b""
+        packed = b""
+        if cells[_HEAD] and index < self.limit:
+            packed = _RESET if name == "reset" and not data else _pack((name, data))
         if not packed or start + len(packed) > LOG_BYTES:
             self.clear()
             return
@@ -159,40 +166,45 @@ class LogMemory:
         cells[CALLS] = index + 1
 
     def end(self, observation: Any = None, reward: Any = 0.0, flags: int = 0) -> None:
-        """Record what a call has returned.
+        """Record what the last call has returned.
 
-        :param flags: 1 if the episode has terminated, and 2 if it was truncated
+        :param flags: sum of ``TERMINATED`` and ``TRUNCATED``
         """
-        index = self.cells[RETURNED]
-        if not self.cells[_HEAD] or index >= self.cells[CALLS]:
+        index = self.cells[CALLS] - 1
+        if not self.cells[_HEAD] or index >= self.limit:
             return
         self.observations[index] = 0 if observation is None else observation_checksum(observation)
         try:
-            self.rewards[index] = np.asarray(reward, np.float64).sum()
-        except (TypeError, ValueError, OverflowError):  # a reward that is not a number
-            self.rewards[index] = _text_checksum(reward)
-        self.flags[index] = flags
-        self.cells[RETURNED] = index + 1
+            self.rewards[index] = reward
+        except Exception:  # a reward that is not a number
+            self.rewards[index] = observation_checksum(reward)
+        self.flags[index] = RETURNED + flags
 
     def end_unchecked(self) -> None:
-        """Record that a call has returned something that is not known."""
+        """Record that the last call has returned something that is not known."""
         self.end(flags=_NOT_CHECKED)
 
+    def end_by_failure(self) -> None:
+        """Record that the last call has raised an exception, after which the log ends."""
+        if self.cells[CALLS] <= self.limit:
+            self.cells[CALLS] += _FAILED
+
     def last_checksum(self) -> int | None:
-        """Return the checksum of the last finished call."""
-        index = self.cells[RETURNED]
+        """Return the checksum of the last call."""
+        index = self.cells[CALLS]
         return self._checksums(index - 1, index)[0] if self.cells[_HEAD] else None
 
     def _checksums(self, start: int, stop: int) -> list[int | None]:
+        """Return the checksums of calls that have returned."""
         entries = self._entries[["reward", "observation", "flags"]][start:stop].tolist()
-        return [None if entry[2] == _NOT_CHECKED else zlib.crc32(repr(entry).encode()) for entry in entries]
+        return [None if entry[2] & _NOT_CHECKED else zlib.crc32(repr(entry).encode()) for entry in entries if entry[2]]
 
     def read(self) -> EpisodeLog | None:
         """Return the log, also while a call is pending or after the environment's process has died.
 
         :return: the log. None before the first reset, and if the episode takes too many steps or bytes
         """
-        count, returned, _, head = self.cells[:4]
+        count, head = self.cells[CALLS] % _FAILED, self.cells[_HEAD]
         if not head:
             return None
         start = self._data_start
@@ -207,7 +219,7 @@ class LogMemory:
             else:
                 assert actions is not None
                 calls.append(("step", actions[index]))
-        return EpisodeLog(read_snapshot(snapshot), settings, calls, self._checksums(0, returned))
+        return EpisodeLog(read_snapshot(snapshot), settings, calls, self._checksums(0, count))
 
 
 def _pack(value: Any) -> bytes:

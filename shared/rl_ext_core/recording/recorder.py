@@ -16,6 +16,8 @@ from rl_ext_core.recording.episode_log import (
     CALLS,
     MAX_CHECKED_BYTES,
     RETURNED,
+    TERMINATED,
+    TRUNCATED,
     EpisodeLog,
     LogMemory,
     Repetition,
@@ -154,7 +156,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         """
         env, log, ndarray = self.env, self._log, np.ndarray
         cells, limit, actions, action_type = log.cells, log.limit, log.actions, log.action_type
-        observations, rewards, flags, calls_at, returned_at = log.observations, log.rewards, log.flags, CALLS, RETURNED
+        observations, rewards, flags, calls_at, returned = log.observations, log.rewards, log.flags, CALLS, RETURNED
         shape, dtype = (actions.shape[1:], actions.dtype) if action_type is ndarray else ((), None)
         space = getattr(env, "observation_space", None)
         is_small = isinstance(space, gymnasium.spaces.Box) and space.low.nbytes <= MAX_CHECKED_BYTES
@@ -164,7 +166,6 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             index = cells[calls_at]
             if (
                 type(action) is action_type
-                and index == cells[returned_at]
                 and index < limit
                 and (action_type is not ndarray or (action.shape == shape and action.dtype == dtype))
             ):
@@ -178,18 +179,19 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
                 self._report_failure(error, "step")
                 raise
             try:
-                observations[index] = checksum(result[0])
-                rewards[index] = result[1]
-                flags[index] = result[2] + 2 * result[3]
-                cells[returned_at] = index + 1
+                observation, reward, terminated, truncated, _ = result
+                observations[index] = checksum(observation)
+                rewards[index] = reward
+                flags[index] = returned + 2 * terminated + 4 * truncated
             except Exception:  # observations that are not arrays, rewards that are not numbers, and no more memory
-                log.end(result[0], result[1], bool(result[2]) + 2 * bool(result[3]))
+                log.end(result[0], result[1], TERMINATED * bool(result[2]) + TRUNCATED * bool(result[3]))
             return result
 
         return step
 
     def _report_failure(self, error: BaseException, method: str) -> None:
         """Report an exception of a call, after which the log ends."""
+        self._log.end_by_failure()
         if self._on_failure is not None and isinstance(error, Exception) and (log := self.episode_log()) is not None:
             self._on_failure(error, method, log)
 

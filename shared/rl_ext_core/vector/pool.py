@@ -345,11 +345,6 @@ class Pool:
         """Whether the episodes are recorded."""
         return self._log_memory is not None
 
-    @property
-    def last_observations(self) -> list[Any]:
-        """Shared arrays of the last observations, (num_envs, ...) each."""
-        return self._observations
-
     def layer_states(self) -> list[list[LayerState]]:
         """Return the state of the wrappers of each environment, see :mod:`rl_ext_core.recording.layers`."""
         return self.call(range(len(self.worker_by_env)), "layer_states", None)
@@ -358,13 +353,6 @@ class Pool:
         """Set the state of the wrappers of one environment; return sentences on what is not restored."""
         (sentences,) = self.call([environment], "restore_layers", states)
         return sentences  # type: ignore[no-any-return]
-
-    def reset_environment(self, environment: int) -> dict[str, Any]:
-        """Reset one environment, and return its info."""
-        self.begin_reset([(None, None) if n == environment else None for n in range(len(self.worker_by_env))])
-        self.wait(raise_failures=True)
-        info: dict[str, Any] = dict(self.entries(to_reset=True))[environment][1] or {}
-        return info
 
     def episode_logs(self) -> list[EpisodeLog | None]:
         """Return the log of each environment's episode; None for episodes that are not recorded."""
@@ -579,7 +567,6 @@ class Pool:
             failure=dataclasses.replace(RecordedFailure.from_error(error), phase=phase),
             environment=environment,
             step_timeout=self._options.step_timeout,
-            spaces=self.spaces,
         )
         error.args = (f"{error}\n{text}",)
 
