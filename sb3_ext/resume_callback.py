@@ -50,7 +50,7 @@ from sb3_ext.replay_buffers import CompressedReplayBuffer
 
 __all__ = ["ResumeCallback", "resume"]
 
-_FORMAT = "sb3_ext save 2"
+_FORMAT = "sb3_ext save 3"
 _MARKER, _MODEL, _BUFFER, _STATE = "save.json", "model.zip", "replay_buffer.pkl", "state.pkl"
 _STORAGE = "storage"  # copy of storage_dir
 _LOCK = "lock"
@@ -269,7 +269,7 @@ def resume(
         for sentence in environments.restore_layers(index, layers):
             warnings.warn(f"Environment {index}: {sentence}.", stacklevel=2)
     for problem in problems:
-        warnings.warn(f"{problem}, so all environments start new episodes, and theirs are truncated.", stacklevel=2)
+        warnings.warn(f"{problem}, so all environments start new episodes.", stacklevel=2)
     if problems:
         _truncate_episodes(model)
     _restore_generators(model, state)
@@ -491,7 +491,7 @@ def _truncate_episodes(model: Any) -> None:
         return
     row = (buffer.pos - 1) % buffer.buffer_size
     for index in np.flatnonzero(np.asarray(buffer.dones[row]) == 0):
-        if hasattr(buffer, "_compute_episode_length"):
+        if hasattr(buffer, "_compute_episode_length") and buffer.pos != buffer._current_ep_start[index]:
             buffer._compute_episode_length(index)
         buffer.dones[row, index] = 1
         if hasattr(buffer, "timeouts"):

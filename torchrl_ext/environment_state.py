@@ -25,7 +25,7 @@ from torchrl_ext.parallel.worker_env import split_transforms
 
 __all__ = ["EnvironmentState"]
 
-_FORMAT = "torchrl_ext environments 3"
+_FORMAT = "torchrl_ext environments 4"
 
 
 class EnvironmentState:

@@ -347,15 +347,13 @@ def test_environment_that_is_not_deterministic_is_truncated(
     cls("MlpPolicy", build(), seed=1, policy_kwargs={**SMALL}, **options).learn(
         100, callback=ResumeCallback(tmp_path, 50)
     )
-    with pytest.warns(UserWarning, match="Environment 1 is not deterministic") as caught:
+    with pytest.warns(UserWarning, match="Environment 1 is not deterministic.*all environments start new") as caught:
         model = resume(tmp_path, build())
     assert not [each for each in caught if "Environment 0" in str(each.message)]
-    assert model._last_episode_starts[1]
-    assert model._last_obs[1, :4].tolist() == [0] * 4 or not model._last_original_obs[1, :4].any()
-    assert model.env.returns[1] == 0
     if cls is sb3.DQN:
         buffer = model.replay_buffer
-        assert np.asarray(buffer.dones[buffer.pos - 1])[1] == np.asarray(buffer.timeouts[buffer.pos - 1])[1] == 1
+        assert np.asarray(buffer.dones[buffer.pos - 1]).all()
+        assert np.asarray(buffer.timeouts[buffer.pos - 1]).any()
     model.learn(100 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 50))
     assert model.num_timesteps >= 100
 
@@ -408,7 +406,6 @@ def test_environment_in_a_worker_that_is_not_deterministic_is_truncated(tmp_path
     with pytest.warns(UserWarning, match="Environment 1 is not deterministic") as caught:
         model = resume(tmp_path, env)
     assert not [each for each in caught if "Environment 0" in str(each.message)]
-    assert model._last_episode_starts.tolist() == [False, True]
     model.learn(64 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
     env.close()
     env = SharedMemoryVecEnv([cartpole], recorder=False)
@@ -431,8 +428,8 @@ def test_damaged_save_is_skipped(tmp_path: pathlib.Path) -> None:
 def test_save_of_another_version_is_not_damaged(tmp_path: pathlib.Path) -> None:
     ppo(vec_env_of(cartpole)).learn(32, callback=ResumeCallback(tmp_path, 16))
     marker = max(tmp_path.iterdir()) / "save.json"
-    marker.write_text(marker.read_text().replace("sb3_ext save 2", "sb3_ext save 9"))
-    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 2'\. Use the version"):
+    marker.write_text(marker.read_text().replace("sb3_ext save 3", "sb3_ext save 9"))
+    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 3'\. Use the version"):
         resume(tmp_path, vec_env_of(cartpole))
 
 

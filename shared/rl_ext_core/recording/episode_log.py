@@ -31,7 +31,6 @@ CALLS, _END, _HEAD = range(3)
 _FAILED = 1 << 32  # is added to the number of calls after one that raised an exception
 # Flags of a call that has returned, of one that has ended the episode, and of one whose result is not known
 RETURNED, TERMINATED, TRUNCATED, _NOT_CHECKED = 1, 2, 4, 8
-_RESET = pickle.dumps(("reset", {}))
 # Arrays up to this size are checked completely. Of larger ones, these bytes are, because each word that is read takes
 # about as long as a cache miss.
 MAX_CHECKED_BYTES, _SAMPLED_BYTES = 8192, 2048
@@ -94,13 +93,14 @@ class LogMemory:
         shape, dtype = getattr(action_space, "shape", None), getattr(action_space, "dtype", None)
         # memoryview supports these dtypes. Other actions are pickled.
         has_column = shape is not None and dtype is not None and dtype.isnative and dtype.char in "?bBhHiIlLqQfd"
-        fields: list[Any] = [("reward", "d"), ("observation", "I"), ("size", "I"), ("flags", "B")]
+        fields: list[Any] = [("reward", "d"), ("size", "I"), ("flags", "I"), ("observation", "I")]
         fields += [("action", dtype, shape)] if has_column else []
         entry = np.dtype(fields, align=True)
         self.limit = min(MAX_STEPS, _TABLE_BYTES // entry.itemsize)
         self.memory = memoryview(np.zeros(LOG_BYTES, np.uint8) if memory is None else memory)
         self._entries: Any = np.ndarray(self.limit, entry, self.memory, _HEADER)
-        self._marks = [self._entries["size"], self._entries["flags"]]
+        # Sizes and flags as one number.
+        self._marks: Any = np.ndarray(self.limit, np.uint64, self.memory, _HEADER + 8, (entry.itemsize,))
         self._data_start = _HEADER + self.limit * entry.itemsize
         self.cells = self.memory[:_HEADER].cast("Q")
         # Writing an item of a memoryview takes a third of the time of an array's.
@@ -126,16 +126,16 @@ class LogMemory:
         """Drop the log."""
         self.cells[_HEAD] = 0
 
-    def start(self, snapshot: Snapshot, settings: list[tuple[str, Any]]) -> None:
-        """Begin a new log.
+    def start(self, snapshot: Snapshot, settings: list[tuple[str, Any]], arguments: dict[str, Any]) -> None:
+        """Begin a new log with a reset.
 
         :param snapshot: generators of the environment
         :param settings: calls that have set attributes
+        :param arguments: arguments of the reset
         """
         cells, size = self.cells, self.cells[_HEAD]
         cells[_HEAD] = 0  # until the log is complete
-        for marks in self._marks:
-            marks[: cells[CALLS] % _FAILED + 1] = 0
+        self._marks[: cells[CALLS] % _FAILED + 1] = 0
         cells[CALLS] = 0
         if type(snapshot) is tuple and snapshot[0] is self._places and not settings and size:
             self.memory[self._states] = snapshot[1]  # the last snapshot differs in these bytes only
@@ -150,14 +150,16 @@ class LogMemory:
                 self._places, self._states = snapshot[0], slice(at, at + len(snapshot[1]))
         cells[_END] = self._data_start + size
         cells[_HEAD] = size
+        if arguments:
+            self.begin("reset", arguments)
+        else:  # the first call is known without data
+            cells[CALLS] = 1
 
     def begin(self, name: str, data: Any) -> None:
         """Record a call before it is made. Without memory for it, or after a call that has failed, drop the log."""
         cells = self.cells
         index, start = cells[CALLS], cells[_END]
-        packed = b""
-        if cells[_HEAD] and index < self.limit:
-            packed = _RESET if name == "reset" and not data else _pack((name, data))
+        packed = _pack((name, data)) if cells[_HEAD] and index < self.limit else b""
         if not packed or start + len(packed) > LOG_BYTES:
             self.clear()
             return
@@ -217,8 +219,7 @@ class LogMemory:
                 calls.append(pickle.loads(self.memory[start : start + size]))
                 start += size
             else:
-                assert actions is not None
-                calls.append(("step", actions[index]))
+                calls.append(("step", actions[index]) if index and actions is not None else ("reset", {}))
         return EpisodeLog(read_snapshot(snapshot), settings, calls, self._checksums(0, count))
 
 
@@ -239,12 +240,13 @@ def observation_checksum(observation: Any) -> int:
     Of a large array, evenly spaced words are read, because the checksum of all takes as long as a step of Atari.
     """
     if type(observation) is np.ndarray and not observation.dtype.hasobject:
-        if not observation.flags.c_contiguous:
-            observation = np.ascontiguousarray(observation)
         if (size := observation.nbytes) > MAX_CHECKED_BYTES:
-            words = observation.reshape(-1).view(np.uint8)[: size & ~7].view(np.uint64)
-            observation = np.ascontiguousarray(words[:: size // _SAMPLED_BYTES + 1])
-        return zlib.crc32(observation)
+            words = np.ascontiguousarray(observation).reshape(-1).view(np.uint8)[: size & ~7].view(np.uint64)
+            observation = words[:: size // _SAMPLED_BYTES + 1]
+        try:
+            return zlib.crc32(observation)
+        except ValueError:  # an array that is not contiguous
+            return zlib.crc32(observation.tobytes())
     if isinstance(observation, dict):
         return zlib.crc32(
             repr(sorted((str(key), observation_checksum(part)) for key, part in observation.items())).encode()

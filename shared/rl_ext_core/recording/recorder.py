@@ -134,15 +134,17 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         """Reset the environment, and begin a new log."""
-        if self._generators.is_full_reset() or not self._log.is_started:
-            self._log.start(self._generators.snapshot(), list(self._settings.values()))
-        self._log.begin("reset", arguments)
+        generators, settings, log = self._generators, self._settings, self._log
+        if generators.is_full_reset() or not log.is_started:
+            log.start(generators.snapshot(), list(settings.values()) if settings else [], arguments)
+        else:
+            log.begin("reset", arguments)
         try:
             result: tuple[Any, dict[str, Any]] = self.env.reset(**arguments)
         except BaseException as error:
             self._report_failure(error, "reset")
             raise
-        self._log.end(result[0])
+        log.end(result[0])
         return result
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -217,8 +219,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         was not the seed of the last reset, repeating the episode reports a difference.
         """
         seed = getattr(self.unwrapped, "np_random_seed", None)
-        self._log.start({}, [])
-        self._log.begin("reset", {} if seed in (None, -1) else {"seed": seed})
+        self._log.start({}, [], {} if seed in (None, -1) else {"seed": seed})
         self._log.end_unchecked()
 
     def episode_log(self) -> EpisodeLog | None:
