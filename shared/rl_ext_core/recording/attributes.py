@@ -145,7 +145,7 @@ class _Reader:
         except Exception:  # its code may raise anything
             kind, content = "unknown", None
         if is_fixed and kind in ("plain", "enum") and not _is_filled(value):
-            kind, content = "unsaved", _digest(content)
+            kind, content = "unsaved", _checksum_of(content)
         self.values[path] = Value(kind, content, _type_name(value), parent, key)
         is_frozen = getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False)
         if (parts := _parts_of(value) if kind in ("container", "unsaved") else None) is None:
@@ -163,7 +163,7 @@ class _Reader:
         """Return the kind and the content of a value."""
         cls, torch = type(value), sys.modules.get("torch")
         if isinstance(value, enum.Enum):
-            return ("enum", value.name) if value.name in cls.__members__ else ("unsaved", _digest(repr(value)))
+            return ("enum", value.name) if value.name in cls.__members__ else ("unsaved", _checksum_of(repr(value)))
         if cls is np.ndarray and value.nbytes > _MAX_BYTES and not value.dtype.hasobject:
             return "unsaved", zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         if not (cls in _DICTS and value and _parts_of(value)):
@@ -180,12 +180,12 @@ class _Reader:
             data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().copy()
             return "tensor", (str(value.dtype).rpartition(".")[2], tuple(value.shape), data)
         if isinstance(value, (type, functools.partial, *_FUNCTIONS)):
-            return "unsaved", _digest(_type_name(value))
+            return "unsaved", _checksum_of(_type_name(value))
         if isinstance(value, io.IOBase):
             return "unsaved", value.tell() if value.readable() else 0  # other files are output, not state
         if _parts_of(value):
             return "container", _type_name(value)
-        if isinstance(value, np.memmap) or (_is_python_class(cls) and not hasattr(cls, "__array__")):
+        if isinstance(value, np.memmap) or (_keeps_state_in_attributes(cls) and not hasattr(cls, "__array__")):
             return "opaque", None
         try:
             with warnings.catch_warnings():  # of iterators, which later versions of Python do not pickle
@@ -207,11 +207,11 @@ def _parts_of(value: Any) -> dict[Any, Any] | None:
         return dict(enumerate([*(cell.cell_contents for cell in value.__closure__ or ()), *(value.__defaults__ or ())]))
     if isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
         return {0: value.__self__}
-    is_object = _is_python_class(type(value)) and not isinstance(value, type)
+    is_object = _keeps_state_in_attributes(type(value)) and not isinstance(value, type)
     return _instance_attributes(value) if is_object else None
 
 
-def _is_python_class(cls: Any) -> bool:
+def _keeps_state_in_attributes(cls: Any) -> bool:
     """Whether the state of a class's objects is in their attributes.
 
     Objects with a base class in C may have another state. Those of Python's own modules and of progress bars belong to
@@ -258,7 +258,7 @@ def _type_name(value: Any) -> str:
 
 def digests_of(values: dict[str, Value]) -> Digests:
     """Return checksums of values, which are equal for equal values in all processes."""
-    return {path: (value.kind, _digest(value.content)) for path, value in values.items()}
+    return {path: (value.kind, _checksum_of(value.content)) for path, value in values.items()}
 
 
 def differing(one: Digests | None, other: Digests | None) -> set[str]:
@@ -268,7 +268,7 @@ def differing(one: Digests | None, other: Digests | None) -> set[str]:
     return {path for path in {**one, **other} if one.get(path) != other.get(path)}
 
 
-def _digest(value: Any) -> bytes:
+def _checksum_of(value: Any) -> bytes:
     text = repr(_canonical(value))
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 

@@ -396,10 +396,10 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "numpy" and name in _ARRAY_NAMES:
             return super().find_class(module, name)
-        raise _NotPlainError(f"{module}.{name}")
+        raise _ObjectInPickleError(f"{module}.{name}")
 
 
-class _NotPlainError(Exception):
+class _ObjectInPickleError(Exception):
     """A pickle contains an object of another class."""
 
 
@@ -407,5 +407,5 @@ def _load_plain(packed: bytes) -> Any:
     """Unpickle plain data; return None if it contains other objects."""
     try:
         return _PlainUnpickler(io.BytesIO(packed)).load()
-    except _NotPlainError:
+    except _ObjectInPickleError:
         return None

@@ -6,7 +6,9 @@ since. So its state can be restored by repeating these calls, without copying th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import mmap
 import pickle
 import re
 import zlib
@@ -97,7 +99,7 @@ class LogMemory:
         fields += [("action", dtype, shape)] if has_column else []
         entry = np.dtype(fields, align=True)
         self.limit = min(MAX_STEPS, _TABLE_BYTES // entry.itemsize)
-        self.memory = memoryview(np.zeros(LOG_BYTES, np.uint8) if memory is None else memory)
+        self.memory = memoryview(_new_memory() if memory is None else memory)
         self._entries: Any = np.ndarray(self.limit, entry, self.memory, _HEADER)
         # Sizes and flags as one number.
         self._marks: Any = np.ndarray(self.limit, np.uint64, self.memory, _HEADER + 8, (entry.itemsize,))
@@ -221,6 +223,16 @@ class LogMemory:
             else:
                 calls.append(("step", actions[index]) if index and actions is not None else ("reset", {}))
         return EpisodeLog(read_snapshot(snapshot), settings, calls, self._checksums(0, count))
+
+
+def _new_memory() -> mmap.mmap:
+    """Return memory of this process. A forked process gets a copy."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows
+        return mmap.mmap(-1, LOG_BYTES)
+    memory = mmap.mmap(-1, LOG_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # Linux would use 2 MiB for the first byte
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory
 
 
 def _pack(value: Any) -> bytes:
