@@ -184,7 +184,7 @@ class _Reader:
         if isinstance(value, io.IOBase):
             return "unsaved", value.tell() if value.readable() else 0  # other files are output, not state
         if _parts_of(value):
-            return "container", _type_name(value)
+            return "container", (_type_name(value), len(value) if cls in (list, tuple) else None)
         if isinstance(value, np.memmap) or (_keeps_state_in_attributes(cls) and not hasattr(cls, "__array__")):
             return "opaque", None
         try:
@@ -307,7 +307,8 @@ def write_values(
     here.present[""] = owner
     different = differing(expected, digests_of(here.values)).difference(kept)
     for path, value in saved.items():
-        if path in different and value.parent in here.present:
+        parents = [values[value.parent].type_name for values in (saved, here.values) if value.parent in values]
+        if path in different and (not value.parent or parents[1:] == parents[:1]):
             with contextlib.suppress(Exception):  # its code may raise anything
                 _write(here.present[value.parent], value, here.present.get(path))
     for path, value in here.values.items():

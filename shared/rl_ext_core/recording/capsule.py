@@ -24,7 +24,7 @@ import numpy as np
 
 from rl_ext_core import _pickle
 from rl_ext_core.errors import CorruptFileError, EnvironmentOutputError, InvalidArgumentError, WorkerError
-from rl_ext_core.recording.episode_log import EpisodeLog
+from rl_ext_core.recording.episode_log import EpisodeLog, pickle_value
 
 __all__ = [
     "MAX_CAPSULES",
@@ -266,9 +266,10 @@ def current_versions(modules: Any = ()) -> dict[str, str]:
 
 def save_capsule(path: Path, capsule: Capsule) -> None:
     """Write a capsule to a file, which appears when it is complete."""
-    log = capsule.log_pickle or _pickle.dumps(
-        tuple(getattr(capsule.log, each.name) for each in dataclasses.fields(EpisodeLog))
-    )
+    values = tuple(getattr(capsule.log, each.name) for each in dataclasses.fields(EpisodeLog))
+    log = capsule.log_pickle or pickle_value(values)
+    if not log or _load_plain(log) is None:
+        log = _pickle.dumps(values)  # classes of the script by value
     entries = {_LOG: log} | ({} if capsule.factory_pickle is None else {_FACTORY: capsule.factory_pickle})
     about = {
         "format": _FORMAT,

@@ -19,7 +19,7 @@ import numpy as np
 from rl_ext_core import _pickle
 from rl_ext_core.recording.generators import Snapshot, read_snapshot
 
-__all__ = ["LOG_BYTES", "MAX_STEPS", "EpisodeLog", "LogMemory", "Repetition", "observation_checksum"]
+__all__ = ["LOG_BYTES", "MAX_STEPS", "EpisodeLog", "LogMemory", "Repetition", "observation_checksum", "pickle_value"]
 
 # Memory for the log of an environment. Untouched pages take no memory.
 LOG_BYTES = 16 << 20
@@ -32,7 +32,7 @@ _HEADER = 64
 CALLS, _END, _HEAD = range(3)
 _FAILED = 1 << 32  # is added to the number of calls after one that raised an exception
 # Flags of a call that has returned, of one that has ended the episode, and of one whose result is not known
-RETURNED, TERMINATED, TRUNCATED, _NOT_CHECKED = 1, 2, 4, 8
+RETURNED, TERMINATED, TRUNCATED, NOT_CHECKED = 1, 2, 4, 8
 # Arrays up to this size are checked completely. Of larger ones, these bytes are, because each word that is read takes
 # about as long as a cache miss.
 MAX_CHECKED_BYTES, _SAMPLED_BYTES = 8192, 2048
@@ -142,7 +142,7 @@ class LogMemory:
         if type(snapshot) is tuple and snapshot[0] is self._places and not settings and size:
             self.memory[self._states] = snapshot[1]  # the last snapshot differs in these bytes only
         else:
-            packed, self._places = _pack((snapshot, settings)), None
+            packed, self._places = pickle_value((snapshot, settings)), None
             size = len(packed)
             if size > LOG_BYTES - self._data_start:
                 return
@@ -161,7 +161,7 @@ class LogMemory:
         """Record a call before it is made. Without memory for it, or after a call that has failed, drop the log."""
         cells = self.cells
         index, start = cells[CALLS], cells[_END]
-        packed = _pack((name, data)) if cells[_HEAD] and index < self.limit else b""
+        packed = pickle_value((name, data)) if cells[_HEAD] and index < self.limit else b""
         if not packed or start + len(packed) > LOG_BYTES:
             self.clear()
             return
@@ -172,7 +172,7 @@ class LogMemory:
     def end(self, observation: Any = None, reward: Any = 0.0, flags: int = 0) -> None:
         """Record what the last call has returned.
 
-        :param flags: sum of ``TERMINATED`` and ``TRUNCATED``
+        :param flags: sum of ``TERMINATED``, ``TRUNCATED``, and ``NOT_CHECKED`` if it is not known
         """
         index = self.cells[CALLS] - 1
         if not self.cells[_HEAD] or index >= self.limit:
@@ -183,10 +183,6 @@ class LogMemory:
         except Exception:  # a reward that is not a number
             self.rewards[index] = observation_checksum(reward)
         self.flags[index] = RETURNED + flags
-
-    def end_unchecked(self) -> None:
-        """Record that the last call has returned something that is not known."""
-        self.end(flags=_NOT_CHECKED)
 
     def end_by_failure(self) -> None:
         """Record that the last call has raised an exception, after which the log ends."""
@@ -201,7 +197,7 @@ class LogMemory:
     def _checksums(self, start: int, stop: int) -> list[int | None]:
         """Return the checksums of calls that have returned."""
         entries = self._entries[["reward", "observation", "flags"]][start:stop].tolist()
-        return [None if entry[2] & _NOT_CHECKED else zlib.crc32(repr(entry).encode()) for entry in entries if entry[2]]
+        return [None if entry[2] & NOT_CHECKED else zlib.crc32(repr(entry).encode()) for entry in entries if entry[2]]
 
     def read(self) -> EpisodeLog | None:
         """Return the log, also while a call is pending or after the environment's process has died.
@@ -235,7 +231,7 @@ def _new_memory() -> mmap.mmap:
     return memory
 
 
-def _pack(value: Any) -> bytes:
+def pickle_value(value: Any) -> bytes:
     """Pickle a value, by value if plain pickle fails; return nothing if both fail."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)

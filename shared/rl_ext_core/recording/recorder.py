@@ -15,6 +15,7 @@ from rl_ext_core._values import copy_output
 from rl_ext_core.recording.episode_log import (
     CALLS,
     MAX_CHECKED_BYTES,
+    NOT_CHECKED,
     RETURNED,
     TERMINATED,
     TRUNCATED,
@@ -220,7 +221,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         """
         seed = getattr(self.unwrapped, "np_random_seed", None)
         self._log.start({}, [], {} if seed in (None, -1) else {"seed": seed})
-        self._log.end_unchecked()
+        self._log.end(flags=NOT_CHECKED)
 
     def episode_log(self) -> EpisodeLog | None:
         """Return the log of the current episode.
