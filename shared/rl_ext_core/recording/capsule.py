@@ -34,14 +34,13 @@ __all__ = [
     "read_capsule",
     "record_crash",
     "record_exception",
-    "save_capsule",
     "write_actions",
     "write_capsule",
 ]
 
 _log = logging.getLogger("rl_ext_core.recording")
 
-_FORMAT = 1
+_FORMAT = 2
 CRASH_FOLDER = "."  # for recorder=True
 MAX_CAPSULES = 10  # per folder
 _MAX_TEXT = 100_000
@@ -220,21 +219,18 @@ def write_capsule(
         while path.exists():
             count += 1
             path = folder / f"{name}-{count}.rlx"
-        source = getattr(factory, "to_source", lambda: "")()
-        capsule = Capsule(
-            failure,
-            environment,
-            log.steps,
-            log,
-            source,
-            _try_to_pickle(factory),
-            None,
-            step_timeout,
-            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
-            current_versions(getattr(factory, "preload", ())),
-            {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
-        )
-        save_capsule(path, capsule)
+        texts = {name: text[:_MAX_TEXT] for name, text in vars(failure).items() if isinstance(text, str)}
+        about = {
+            "failure": {**vars(failure), **texts},
+            "environment": environment,
+            "step": log.steps,
+            "source": getattr(factory, "to_source", lambda: "")(),
+            "step_timeout": step_timeout,
+            "created": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+            "versions": current_versions(getattr(factory, "preload", ())),
+            "variables": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
+        }
+        _write_archive(path, about, log, _try_to_pickle(factory))
     except Exception as error:  # factories and arguments have code of the user
         _log.warning("the capsule of the failure cannot be written: %s: %s", type(error).__name__, error)
         return None
@@ -264,32 +260,18 @@ def current_versions(modules: Any = ()) -> dict[str, str]:
     return versions
 
 
-def save_capsule(path: Path, capsule: Capsule) -> None:
-    """Write a capsule to a file, which appears when it is complete."""
-    values = tuple(getattr(capsule.log, each.name) for each in dataclasses.fields(EpisodeLog))
-    log = capsule.log_pickle or pickle_value(values)
-    if not log or _load_plain(log) is None:
-        log = _pickle.dumps(values)  # classes of the script by value
-    entries = {_LOG: log} | ({} if capsule.factory_pickle is None else {_FACTORY: capsule.factory_pickle})
-    about = {
-        "format": _FORMAT,
-        "created": capsule.created,
-        "failure": {
-            name: value[:_MAX_TEXT] if isinstance(value, str) else value
-            for name, value in dataclasses.asdict(capsule.failure).items()
-        },
-        "environment": capsule.environment,
-        "step": capsule.step,
-        "source": capsule.source,
-        "step_timeout": capsule.step_timeout,
-        "versions": dict(capsule.versions),
-        "variables": dict(capsule.variables),
-        "executable code": [name for name, data in entries.items() if name == _FACTORY or _load_plain(data) is None],
-    }
+def _write_archive(path: Path, about: dict[str, Any], log: EpisodeLog, factory_pickle: bytes | None) -> None:
+    """Write the file of a capsule, which appears when it is complete."""
+    values = log.generators, log.settings, log.calls, log.checksums
+    packed = pickle_value(values)
+    if not packed or _load_plain(packed) is None:
+        packed = _pickle.dumps(values)  # classes of the script by value
+    entries = {_LOG: packed} | ({} if factory_pickle is None else {_FACTORY: factory_pickle})
+    code = [name for name, data in entries.items() if name == _FACTORY or _load_plain(data) is None]
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr(_ABOUT, json.dumps(about, indent=2))
+            archive.writestr(_ABOUT, json.dumps({"format": _FORMAT, **about, "executable code": code}, indent=2))
             for name, data in entries.items():
                 archive.writestr(name, data)
         os.replace(temporary, path)
@@ -312,25 +294,19 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
         with zipfile.ZipFile(path) as archive:
             names = set(archive.namelist())
             about, packed = json.loads(archive.read(_ABOUT)), archive.read(_LOG)
-            if about["format"] != _FORMAT:
-                raise CorruptFileError(
-                    f"{str(path)!r} has format {about['format']}; expected {_FORMAT}. Use the version of rl-ext that "
-                    "wrote it"
-                )
             factory_pickle = archive.read(_FACTORY) if _FACTORY in names else None
-        log = _load_plain(packed)
+        del about["executable code"]
+        if (found := about.pop("format")) != _FORMAT:
+            raise CorruptFileError(
+                f"{str(path)!r} has format {found}; expected {_FORMAT}. Use the version of rl-ext that wrote it"
+            )
+        failure, log = RecordedFailure(**about.pop("failure")), _load_plain(packed)
         return Capsule(
-            RecordedFailure(**about["failure"]),
-            about["environment"],
-            about["step"],
-            EpisodeLog({}, [], [], []) if log is None else EpisodeLog(*log),
-            about["source"],
-            factory_pickle,
-            packed if log is None else None,
-            about["step_timeout"],
-            about["created"],
-            about["versions"],
-            about["variables"],
+            failure,
+            log=EpisodeLog({}, [], [], []) if log is None else EpisodeLog(*log),
+            log_pickle=packed if log is None else None,
+            factory_pickle=factory_pickle,
+            **about,
         )
     except (
         zipfile.BadZipFile,
