@@ -302,8 +302,12 @@ def write_values(
     :param kept: paths of values that stay as they are
     :return: paths of values that still differ
     """
-    links = list(links)
-    here, expected = _Reader(_instance_attributes(owner), links), digests_of(saved)
+    names, links = {value.key for value in saved.values() if not value.parent}, list(links)
+
+    def read() -> _Reader:
+        return _Reader({name: value for name, value in _instance_attributes(owner).items() if name in names}, links)
+
+    here, expected = read(), digests_of(saved)
     here.present[""] = owner
     different = differing(expected, digests_of(here.values)).difference(kept)
     for path, value in saved.items():
@@ -315,9 +319,8 @@ def write_values(
         parent = here.present[value.parent]
         if path in different and path not in saved and value.parent in saved and isinstance(parent, dict):
             parent.pop(value.key, None)  # the saved run has removed it
-    found = digests_of(read_values(_instance_attributes(owner), links))
     unknown = {path for path, value in saved.items() if value.kind == "unknown"}
-    return (differing(expected, found) & saved.keys()) | unknown
+    return (differing(expected, digests_of(read().values)) & saved.keys()) | unknown
 
 
 def _is_filled(value: Any) -> bool:
