@@ -255,12 +255,9 @@ def observation_checksum(observation: Any) -> int:
             return zlib.crc32(observation)
         except ValueError:  # an array that is not contiguous
             return zlib.crc32(observation.tobytes())
-    if isinstance(observation, dict):
-        return zlib.crc32(
-            repr(sorted((str(key), observation_checksum(part)) for key, part in observation.items())).encode()
-        )
-    if isinstance(observation, (tuple, list)):
-        return zlib.crc32(repr([observation_checksum(part) for part in observation]).encode())
+    if isinstance(observation, (dict, tuple, list)):
+        parts = observation.items() if isinstance(observation, dict) else enumerate(observation)
+        return zlib.crc32(repr([(key, observation_checksum(part)) for key, part in parts]).encode())
     try:
         if callable(detach := getattr(observation, "detach", None)):  # a tensor of torch
             observation = detach().cpu()
