@@ -106,9 +106,8 @@ class LogMemory:
         self._data_start = _HEADER + self.limit * entry.itemsize
         self.cells = self.memory[:_HEADER].cast("Q")
         # Writing an item of a memoryview takes a third of the time of an array's.
-        self.rewards, self.observations, self._sizes, self.flags = (
-            memoryview(self._entries[name]) for name in ("reward", "observation", "size", "flags")
-        )
+        columns: list[Any] = [self._entries[name] for name in ("reward", "observation", "size", "flags")]
+        self.rewards, self.observations, self._sizes, self.flags = map(memoryview, columns)
         self.actions: Any = None
         self.action_type: Any = None  # type of the actions in the entries
         if has_column:
