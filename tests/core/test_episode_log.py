@@ -222,7 +222,7 @@ class Walk(gymnasium.Env[Any, Any]):
         self.place += by
 
     def step(self, action: Any) -> Any:
-        self.place += sum(float(torch.as_tensor(part).sum()) for part in action) * self.scale
+        self.place += sum(float(torch.as_tensor(part).detach().sum()) for part in action) * self.scale
         draw = self.np_random.random()
         self.was_real_done = draw < 0.2
         return self.observe(), 0.0, draw < 0.4, False, {}
@@ -242,7 +242,8 @@ def fill(action: Any) -> None:
     if isinstance(action, list):
         action[0] = 7.0
     else:
-        (action[0] if isinstance(action, tuple) else getattr(action, "data", action))[:] = 7
+        array = action[0] if isinstance(action, tuple) else action
+        (array.detach() if isinstance(array, torch.Tensor) else array)[:] = 7
 
 
 @settings(max_examples=80, deadline=None)

@@ -107,7 +107,8 @@ class LogMemory:
         self.cells = self.memory[:_HEADER].cast("Q")
         # Writing an item of a memoryview takes a third of the time of an array's.
         columns: list[Any] = [self._entries[name] for name in ("reward", "observation", "size", "flags")]
-        self.rewards, self.observations, self._sizes, self.flags = map(memoryview, columns)
+        views: list[Any] = [memoryview(column) for column in columns]
+        self.rewards, self.observations, self._sizes, self.flags = views
         self.actions: Any = None
         self.action_type: Any = None  # type of the actions in the entries
         if has_column:
