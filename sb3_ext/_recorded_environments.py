@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import gymnasium
-import numpy as np
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
@@ -49,12 +48,7 @@ class EnvironmentsHere:
                 continue
             vec_env.envs[index] = recorder = EpisodeRecorder(env)
             if was_reset:
-                row: Any = {key: values[index].copy() for key, values in vec_env.buf_obs.items()}
-                if not isinstance(env.observation_space, gymnasium.spaces.Dict):
-                    row = (
-                        tuple(row.values()) if isinstance(env.observation_space, gymnasium.spaces.Tuple) else row[None]
-                    )
-                recorder.assume_seeded_reset(row)
+                recorder.assume_seeded_reset()
 
     def logs(self) -> list[EpisodeLog | None]:
         """Return the log of each environment's episode; None where there is none."""
@@ -66,10 +60,6 @@ class EnvironmentsHere:
         self._vec_env._save_obs(index, repetition.observation)
         return repetition
 
-    def observation_arrays(self) -> dict[Any, np.ndarray]:
-        """Return the arrays of the last observations, (n_envs, ...) each."""
-        return self._vec_env.buf_obs
-
     def layer_states(self) -> list[list[LayerState]]:
         """Return the state of the wrappers of each environment."""
         return list(map(layer_states, self._envs))
@@ -77,12 +67,6 @@ class EnvironmentsHere:
     def restore_layers(self, index: int, states: list[LayerState]) -> list[str]:
         """Set the state of the wrappers of an environment; return sentences on what is not restored."""
         return restore_layers(self._envs[index], states)
-
-    def reset(self, index: int) -> Any:
-        """Reset an environment, and return the last observations of all."""
-        observation, self._vec_env.reset_infos[index] = self._envs[index].reset()
-        self._vec_env._save_obs(index, observation)
-        return self._vec_env._obs_from_buf()
 
 
 class EnvironmentsInWorkers:
@@ -97,19 +81,9 @@ class EnvironmentsInWorkers:
                 f"{type(vec_env).__name__} does not record its episodes: expected recorder=True. Use "
                 "SharedMemoryVecEnv(env_fns, recorder=True)"
             )
-        self._vec_env, pool = vec_env, vec_env._pool
-        self._pool = pool
+        pool = vec_env._pool
         self.logs, self.repeat = pool.episode_logs, pool.repeat_episode
         self.layer_states, self.restore_layers = pool.layer_states, pool.restore_layers
-
-    def observation_arrays(self) -> dict[Any, np.ndarray]:
-        """Return the arrays of the last observations, (n_envs, ...) each."""
-        return dict(enumerate(self._pool.last_observations))
-
-    def reset(self, index: int) -> Any:
-        """Reset an environment, and return the last observations of all."""
-        self._vec_env.reset_infos[index] = self._pool.reset_environment(index)
-        return self._pool.observations()
 
 
 def recorded_environments(vec_env: VecEnv, *, was_reset: bool = False) -> EnvironmentsHere | EnvironmentsInWorkers:

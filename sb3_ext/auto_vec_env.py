@@ -439,7 +439,6 @@ def _record_crashes(
                 recorder=recorder,
                 build_factories=factories,
                 environment=number,
-                spaces=(env.observation_space, env.action_space),
             )
             vec_env.envs[number] = EpisodeRecorder(env, record)
     return vec_env

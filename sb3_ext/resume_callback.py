@@ -34,21 +34,13 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.save_util import is_json_serializable
 from stable_baselines3.common.utils import check_for_correct_spaces, get_device
-from stable_baselines3.common.vec_env import (
-    VecCheckNan,
-    VecEnv,
-    VecFrameStack,
-    VecMonitor,
-    VecNormalize,
-    VecTransposeImage,
-    VecVideoRecorder,
-)
+from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvWrapper
 
 from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.log_folder import copy_folder, restore_folder
-from rl_ext_core.recording import EpisodeLog, Repetition
+from rl_ext_core.recording import EpisodeLog
 from rl_ext_core.recording.generators import global_states, restore_global_states
 from rl_ext_core.recording.layers import LayerState, layer_state, record_layer, restore_layer, unsaved_attributes
 from rl_ext_core.resources import NO_SPACE, check_folder, write_problem
@@ -58,7 +50,7 @@ from sb3_ext.replay_buffers import CompressedReplayBuffer
 
 __all__ = ["ResumeCallback", "resume"]
 
-_FORMAT = "sb3_ext save 2"
+_FORMAT = "sb3_ext save 3"
 _MARKER, _MODEL, _BUFFER, _STATE = "save.json", "model.zip", "replay_buffer.pkl", "state.pkl"
 _STORAGE = "storage"  # copy of storage_dir
 _LOCK = "lock"
@@ -267,21 +259,19 @@ def resume(
     for name, value in state["model"].items():
         setattr(model, name, _on_device(value, model.device))
     model.action_space._np_random = state["action_generator"]
-    repetitions = _repeat_episodes(environments, state["logs"])
+    problems = _repeat_episodes(environments, state["logs"])
     vec_env.unwrapped._reset_seeds()
     vec_env.unwrapped._reset_options()
     for layer, saved in zip(_layers(vec_env), state["layers"], strict=True):
         for sentence in restore_layer(layer, saved, _links_of(layer, vec_env)):
             warnings.warn(f"Wrapper: {sentence}.", stacklevel=2)
-    for index, (layers, repetition) in enumerate(zip(state["environments"], repetitions, strict=True)):
+    for index, layers in enumerate(state["environments"]):
         for sentence in environments.restore_layers(index, layers):
             warnings.warn(f"Environment {index}: {sentence}.", stacklevel=2)
-        differs = repetition is None or repetition.first_difference is not None
-        if differs or not _equals_row(environments.observation_arrays(), state["observations"], index):
-            why = "is not deterministic, or its episode depends on earlier ones"
-            why = why if state["logs"][index] is not None else "has no record of its episode"
-            warnings.warn(f"Environment {index} {why}, so its episode is reported as truncated.", stacklevel=2)
-            _truncate(model, environments, index)
+    for problem in problems:
+        warnings.warn(f"{problem}, so all environments start new episodes.", stacklevel=2)
+    if problems:
+        _truncate_episodes(model)
     _restore_generators(model, state)
     _runs[model] = state["run"]
     _pending[model] = state
@@ -418,18 +408,19 @@ def _objects_of(model: Any) -> dict[str, Any]:
     }
 
 
-def _repeat_episodes(environments: Any, logs: list[EpisodeLog | None]) -> list[Repetition | None]:
-    """Repeat the episode of each environment; None where that fails."""
-    repetitions = list[Repetition | None]()
+def _repeat_episodes(environments: Any, logs: list[EpisodeLog | None]) -> list[str]:
+    """Repeat the episode of each environment; return clauses on those that are not the same."""
+    problems = []
     for index, log in enumerate(logs):
-        repetition = None
-        if log is not None and not log.is_interrupted:
-            try:
-                repetition = environments.repeat(index, log)
-            except Exception as error:  # the environment's code may raise anything
-                warnings.warn(f"Environment {index} raised {error!r} when its episode was repeated.", stacklevel=3)
-        repetitions.append(repetition)
-    return repetitions
+        if log is None or log.is_interrupted:
+            problems.append(f"Environment {index} has no record of its episode")
+            continue
+        try:
+            if environments.repeat(index, log).first_difference is not None:
+                problems.append(f"Environment {index} is not deterministic, or its episode depends on earlier ones")
+        except Exception as error:  # the environment's code may raise anything
+            problems.append(f"Environment {index} raised {error!r} when its episode was repeated")
+    return problems
 
 
 def _layers(vec_env: Any) -> list[Any]:
@@ -453,7 +444,7 @@ def _links_of(owner: Any, model_or_env: Any) -> list[Any]:
 def _state_of(owner: Any, model_or_env: Any) -> LayerState:
     state = layer_state(owner, _links_of(owner, model_or_env), type(owner).__name__)
     if isinstance(owner, BaseCallback):
-        state.attributes.pop("num_timesteps")  # the model's
+        state.values.pop("num_timesteps")  # the model's
     return state
 
 
@@ -492,70 +483,21 @@ def _warn_of_unsaved_attributes(callbacks: list[BaseCallback], model: Any, envir
         )
 
 
-def _equals_row(arrays: dict[Any, np.ndarray], observations: dict[Any, np.ndarray], index: int) -> bool:
-    """Return whether the last observation of an environment equals the saved one bit for bit."""
-    return all(arrays[key][index].tobytes() == rows[index].tobytes() for key, rows in observations.items())
-
-
-def _truncate(model: Any, environments: Any, index: int) -> None:
-    """Reset an environment, whose episode cannot be continued, and end that episode in the model's data."""
-    vec_env = model.get_env()
-    observations = environments.reset(index)
-    for layer in reversed(_layers(vec_env)):
-        observations = _restart_layer(layer, observations, index)
-    _set_row(model._last_obs, observations, index)
-    if model._last_original_obs is not None:
-        normalize = model._vec_normalize_env
-        _set_row(model._last_original_obs, observations if normalize is None else normalize.get_original_obs(), index)
-    model._last_episode_starts[index] = True
+def _truncate_episodes(model: Any) -> None:
+    """End the running episodes in the model's data. SB3 resets all environments when training starts."""
+    model._last_obs = None
     buffer = getattr(model, "replay_buffer", None)
-    if buffer is not None and buffer.size() > 0:
-        row = (buffer.pos - 1) % buffer.buffer_size
+    if buffer is None or buffer.size() == 0:
+        return
+    row = (buffer.pos - 1) % buffer.buffer_size
+    for index in np.flatnonzero(np.asarray(buffer.dones[row]) == 0):
         if hasattr(buffer, "_compute_episode_length") and buffer.pos != buffer._current_ep_start[index]:
             buffer._compute_episode_length(index)
         buffer.dones[row, index] = 1
         if hasattr(buffer, "timeouts"):
             buffer.timeouts[row, index] = buffer.handle_timeout_termination
-        if isinstance(buffer, CompressedReplayBuffer):
-            buffer._observations.store.write_newest_data()
-
-
-def _restart_layer(layer: Any, observations: Any, index: int) -> Any:
-    """Begin an episode of one environment in a VecEnvWrapper; return the observations of all."""
-    if isinstance(layer, VecFrameStack):
-        stacked, rows = layer.stacked_obs, np.arange(layer.num_envs) == index
-        restarted = deepcopy(stacked)
-        infos: list[dict[str, Any]] = [{"terminal_observation": _row(observations, i)} for i in range(layer.num_envs)]
-        new, _ = restarted.update(deepcopy(observations), rows, infos)
-        _set_row(stacked.stacked_obs, new, index)
-        return deepcopy(stacked.stacked_obs)
-    if isinstance(layer, VecNormalize):
-        layer.returns[index] = 0
-        _set_row(layer.old_obs, observations, index)
-        return layer.normalize_obs(observations)
-    if isinstance(layer, VecMonitor):
-        layer.episode_returns[index] = layer.episode_lengths[index] = 0
-    elif isinstance(layer, VecTransposeImage):
-        return layer.transpose_observations(observations)
-    elif not isinstance(layer, (VecCheckNan, VecVideoRecorder)):
-        raise InvalidTypeError(
-            f"{type(layer).__name__} cannot start an episode of environment {index} alone. Build env without it"
-        )
-    return observations
-
-
-def _row(observations: Any, index: int) -> Any:
-    if isinstance(observations, dict):
-        return {key: values[index] for key, values in observations.items()}
-    return observations[index]
-
-
-def _set_row(target: Any, observations: Any, index: int) -> None:
-    if isinstance(target, dict):
-        for key, values in target.items():
-            values[index] = observations[key][index]
-    else:
-        target[index] = observations[index]
+    if isinstance(buffer, CompressedReplayBuffer):
+        buffer._observations.store.write_newest_data()
 
 
 def _flatten(callback: Any) -> Iterator[BaseCallback]:
@@ -644,7 +586,6 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
         "callbacks": [_state_of(each, model) for each in callbacks],
         "layers": [_state_of(each, vec_env) for each in _layers(vec_env)],
         "environments": environments.layer_states(),
-        "observations": {key: rows.copy() for key, rows in environments.observation_arrays().items()},
         "logs": environments.logs(),
         "storage": _storage_state(model),
         "run": _runs[model],

@@ -25,7 +25,7 @@ from torchrl_ext.parallel.worker_env import TensorDictEnv, find_gymnasium_env, s
 
 __all__ = ["EnvironmentState"]
 
-_FORMAT = "torchrl_ext environments 4"
+_FORMAT = "torchrl_ext environments 5"
 _NAMES = ("log", "layers", "transforms", "generators")  # of the state of each environment
 
 

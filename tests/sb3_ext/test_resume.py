@@ -321,43 +321,47 @@ def test_resume_callback_uses_the_recorders_of_make_vec_env(tmp_path: pathlib.Pa
     env = build_env()
     recorders = list(env.envs)
     env.set_attr("name", "of the wrapper")
-    whole = ppo(env).learn(96, callback=ResumeCallback(tmp_path, 32))
+    ppo(env).learn(96, callback=ResumeCallback(tmp_path, 32))
     assert env.envs == recorders
     model = resume(tmp_path, build_env())
     assert model.get_env().get_attr("name") == ["of the wrapper"] * 2
-    model.learn(96 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
-    assert_equal(state_of(whole), state_of(model))
 
 
-@pytest.mark.parametrize(("cls", "buffer_class"), [(sb3.PPO, None), (sb3.DQN, None), (sb3.DQN, CompressedReplayBuffer)])
-def test_environment_that_is_not_deterministic_is_truncated(
-    cls: Any, buffer_class: Any, tmp_path: pathlib.Path
+@pytest.mark.parametrize(
+    ("cls", "buffer_class", "kind"),
+    [
+        (sb3.PPO, None, DummyVecEnv),
+        (sb3.PPO, None, SharedMemoryVecEnv),
+        (sb3.DQN, None, DummyVecEnv),
+        (sb3.DQN, CompressedReplayBuffer, DummyVecEnv),
+    ],
+)
+def test_environments_that_are_not_deterministic_start_new_episodes(
+    cls: Any, buffer_class: Any, kind: Any, tmp_path: pathlib.Path
 ) -> None:
     def build() -> Any:
-        env = DummyVecEnv(
-            [lambda: gymnasium.make("CartPole-v1"), lambda: Nondeterministic(gymnasium.make("CartPole-v1"))]
-        )
+        env = kind([lambda: gymnasium.make("CartPole-v1"), lambda: Nondeterministic(gymnasium.make("CartPole-v1"))])
+        envs.append(env)
         return VecNormalize(VecFrameStack(VecMonitor(env), 2))
 
-    options = (
-        {"n_steps": 16, "batch_size": 8}
-        if cls is sb3.PPO
-        else {"buffer_size": 200, "replay_buffer_class": buffer_class}
-    )
+    envs: list[Any] = []
+    options: Any = {"n_steps": 16, "batch_size": 8}
+    if cls is sb3.DQN:
+        options = {"buffer_size": 200, "replay_buffer_class": buffer_class}
     cls("MlpPolicy", build(), seed=1, policy_kwargs={**SMALL}, **options).learn(
         100, callback=ResumeCallback(tmp_path, 50)
     )
-    with pytest.warns(UserWarning, match="Environment 1 is not deterministic") as caught:
+    with pytest.warns(UserWarning, match="Environment 1 is not deterministic.*all environments start new") as caught:
         model = resume(tmp_path, build())
     assert not [each for each in caught if "Environment 0" in str(each.message)]
-    assert model._last_episode_starts[1]
-    assert model._last_obs[1, :4].tolist() == [0] * 4 or not model._last_original_obs[1, :4].any()
-    assert model.env.returns[1] == 0
     if cls is sb3.DQN:
         buffer = model.replay_buffer
-        assert np.asarray(buffer.dones[buffer.pos - 1])[1] == np.asarray(buffer.timeouts[buffer.pos - 1])[1] == 1
+        assert np.asarray(buffer.dones[buffer.pos - 1]).all()
+        assert np.asarray(buffer.timeouts[buffer.pos - 1]).any()
     model.learn(100 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 50))
     assert model.num_timesteps >= 100
+    for env in envs:
+        env.close()
 
 
 WORKER_CASES = ("dqn", "sac", "maskable", "recurrent", "dqn_frozen_lake")
@@ -397,26 +401,6 @@ def test_resumed_run_with_workers_equals_the_run_that_was_not_stopped(name: str,
         assert [line.rpartition(",")[0] for line in lines[0]] == [line.rpartition(",")[0] for line in lines[1]]
 
 
-def test_environment_in_a_worker_that_is_not_deterministic_is_truncated(tmp_path: pathlib.Path) -> None:
-    def build() -> Any:
-        return SharedMemoryVecEnv([cartpole, lambda: Nondeterministic(gymnasium.make("CartPole-v1"))])
-
-    env = build()
-    ppo(env).learn(64, callback=ResumeCallback(tmp_path, 32))
-    env.close()
-    env = build()
-    with pytest.warns(UserWarning, match="Environment 1 is not deterministic") as caught:
-        model = resume(tmp_path, env)
-    assert not [each for each in caught if "Environment 0" in str(each.message)]
-    assert model._last_episode_starts.tolist() == [False, True]
-    model.learn(64 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
-    env.close()
-    env = SharedMemoryVecEnv([cartpole], recorder=False)
-    with pytest.raises(InvalidArgumentError, match="recorder=True"):
-        ppo(env).learn(64, callback=ResumeCallback(tmp_path / "other"))
-    env.close()
-
-
 def test_damaged_save_is_skipped(tmp_path: pathlib.Path) -> None:
     ppo(vec_env_of(cartpole)).learn(160, callback=ResumeCallback(tmp_path, 32))
     older, newest = sorted(tmp_path.iterdir(), key=lambda path: int(path.name[5:]))
@@ -431,44 +415,51 @@ def test_damaged_save_is_skipped(tmp_path: pathlib.Path) -> None:
 def test_save_of_another_version_is_not_damaged(tmp_path: pathlib.Path) -> None:
     ppo(vec_env_of(cartpole)).learn(32, callback=ResumeCallback(tmp_path, 16))
     marker = max(tmp_path.iterdir()) / "save.json"
-    marker.write_text(marker.read_text().replace("sb3_ext save 2", "sb3_ext save 9"))
-    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 2'\. Use the version"):
+    marker.write_text(marker.read_text().replace("sb3_ext save 3", "sb3_ext save 9"))
+    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 3'\. Use the version"):
         resume(tmp_path, vec_env_of(cartpole))
 
 
-def test_interrupted_save_leaves_the_previous_one(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised", "match"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+        (OSError(28, "full"), StorageError, "Earlier saves are complete"),
+    ],
+)
+def test_save_that_fails_leaves_the_previous_one(
+    error: BaseException, raised: Any, match: str | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "notes.txt").touch()
     (tmp_path / "save-1").mkdir()
-    ppo(vec_env_of(cartpole)).learn(64, callback=ResumeCallback(tmp_path, 32))
+    model = ppo(vec_env_of(cartpole)).learn(64, callback=ResumeCallback(tmp_path, 32))
 
     def fail(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise error
 
-    model = resume(tmp_path, vec_env_of(cartpole))
-    before = model.num_timesteps
-    rest = {"total_timesteps": 100, "reset_num_timesteps": False, "callback": ResumeCallback(tmp_path, 32)}
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", fail)
-        with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match="schedules differ"):
-            model.learn(**rest)
+        patch.setattr("sb3_ext.resume_callback._flush_to_disk", fail)
+        with pytest.raises(raised, match=match):
+            model.learn(100, callback=ResumeCallback(tmp_path, 32), reset_num_timesteps=False)
     model = resume(tmp_path, vec_env_of(cartpole))
-    assert model.num_timesteps == before
+    assert model.num_timesteps == 32
     with pytest.warns(UserWarning, match="schedules differ"):
-        model.learn(**rest)
+        model.learn(64, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
     assert {"notes.txt", "save-1"} <= {path.name for path in tmp_path.iterdir()}
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".unfinished")]
 
 
-def test_learn_from_step_0_after_resume_keeps_the_saves(tmp_path: pathlib.Path) -> None:
+def test_saves_of_another_run_are_kept(tmp_path: pathlib.Path) -> None:
     for name in ("one", "other"):
         ppo(vec_env_of(cartpole)).learn(128 if name == "one" else 200, callback=ResumeCallback(tmp_path / name, 32))
     saves = sorted(tmp_path.glob("*/save-*"))
-    model = resume(tmp_path / "one", vec_env_of(cartpole))
-    with pytest.raises(InvalidArgumentError, match="reset_num_timesteps=False"):
-        model.learn(32, callback=ResumeCallback(tmp_path / "one", 1000))
-    model = resume(tmp_path / "one", vec_env_of(cartpole))
-    with pytest.raises(InvalidArgumentError, match="another run"):
-        model.learn(32, callback=ResumeCallback(tmp_path / "other", 1000), reset_num_timesteps=False)
+    for folder, options, match in (
+        ("one", {}, "reset_num_timesteps=False"),
+        ("other", {"reset_num_timesteps": False}, "another run"),
+    ):
+        model = resume(tmp_path / "one", vec_env_of(cartpole))
+        with pytest.raises(InvalidArgumentError, match=match):
+            model.learn(32, callback=ResumeCallback(tmp_path / folder, 1000), **options)  # type: ignore[arg-type]
     assert sorted(tmp_path.glob("*/save-*")) == saves
 
 
@@ -478,14 +469,6 @@ def test_other_number_of_callbacks_than_in_the_run_is_reported(tmp_path: pathlib
     callbacks = [ResumeCallback(tmp_path, 32), StopAt(1000), StopAt(2000)]
     with pytest.warns(UserWarning, match="2 callbacks StopAt, but 1"):
         model.learn(64 - model.num_timesteps, callback=callbacks, reset_num_timesteps=False)
-
-
-@pytest.mark.parametrize("isolation", ["in-process", pytest.param("process", marks=pytest.mark.slow)])
-def test_statistics_of_normalizing_wrappers_continue(isolation: Any, tmp_path: pathlib.Path) -> None:
-    def build() -> Any:
-        return make_vec_env("CartPole-v1", 2, 3, isolation=isolation, wrapper_class=normalized)
-
-    check_that_ppo_continues(build, 160, 32, tmp_path)
 
 
 class Opaque(BaseCallback):
@@ -535,11 +518,14 @@ class Ages(gymnasium.Wrapper):
 
 
 @pytest.mark.parametrize("isolation", ["in-process", pytest.param("process", marks=pytest.mark.slow)])
-def test_attributes_of_the_environment_that_last_over_episodes_continue(isolation: Any, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("wrap", "every"), [(normalized, 32), (functools.partial(Ages, what="length"), 160)])
+def test_attributes_that_last_over_episodes_continue(
+    isolation: Any, wrap: Any, every: int, tmp_path: pathlib.Path
+) -> None:
     def build() -> Any:
-        return make_vec_env(lambda: Ages(gymnasium.make("CartPole-v1"), "length"), 2, 3, isolation=isolation)
+        return make_vec_env(lambda: wrap(gymnasium.make("CartPole-v1")), 2, 3, isolation=isolation)
 
-    check_that_ppo_continues(build, 320, 160, tmp_path)
+    check_that_ppo_continues(build, 320, every, tmp_path)
 
 
 @pytest.mark.parametrize("what", ["reward", "noise"])
@@ -567,17 +553,6 @@ def test_callback_of_rollouts_before_resume_callback_is_refused(tmp_path: pathli
     callbacks = [ResumeCallback(tmp_path, 32), Anneal()]
     models[1].learn(64 - models[1].num_timesteps, reset_num_timesteps=False, callback=callbacks)
     assert models[0].ent_coef == models[1].ent_coef
-
-
-def test_saves_of_another_run_at_fewer_timesteps_are_refused(tmp_path: pathlib.Path) -> None:
-    model = ppo(vec_env_of(cartpole)).learn(64)
-    other = ppo(vec_env_of(cartpole)).learn(64, callback=ResumeCallback(tmp_path, 16))
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(InvalidArgumentError, match="saves of another run"):
-        model.learn(64, callback=ResumeCallback(tmp_path, 16), reset_num_timesteps=False)
-    assert sorted(tmp_path.iterdir()) == before
-    other.learn(64, callback=ResumeCallback(tmp_path, 16), reset_num_timesteps=False)  # the same run goes on
-    assert sorted(tmp_path.iterdir()) != before
 
 
 def other_cartpole() -> gymnasium.Env[Any, Any]:
@@ -622,19 +597,6 @@ def test_environments_that_differ_from_the_run_are_refused(
 def test_run_continues_with_another_render_mode(tmp_path: pathlib.Path) -> None:
     ppo(vec_env_of(cartpole)).learn(64, callback=ResumeCallback(tmp_path, 32))
     resume(tmp_path, vec_env_of(lambda: Monitor(gymnasium.make("CartPole-v1", render_mode="rgb_array"))))
-
-
-def test_full_disk_leaves_the_earlier_save(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ppo(vec_env_of(cartpole)).learn(32, callback=ResumeCallback(tmp_path, 16))
-    before = sorted(path.name for path in tmp_path.iterdir())
-
-    def fail(path: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("sb3_ext.resume_callback._flush_to_disk", fail)
-    with pytest.raises(StorageError, match=r"No space left on device.*Earlier saves are complete"):
-        model.learn(64, callback=ResumeCallback(tmp_path, 16), reset_num_timesteps=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def test_unsupported_runs_are_refused(tmp_path: pathlib.Path) -> None:

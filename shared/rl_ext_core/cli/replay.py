@@ -52,11 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     capsule = read_capsule(path)
     _print_capsule(capsule, path, console)
-    if arguments.actions is not None and capsule.calls_pickle is None:
+    if arguments.actions is not None and capsule.log_pickle is None:
         _write_actions(capsule, arguments.actions, console)
     _require_consent(capsule, arguments, console)
     sys.stdout.flush()
-    if arguments.actions is not None and capsule.calls_pickle is not None:
+    if arguments.actions is not None and capsule.log_pickle is not None:
         _write_actions(capsule, arguments.actions, console)
     return _print_result(capsule, replay.play(capsule, arguments.env), console)
 
@@ -108,8 +108,8 @@ def _require_consent(capsule: Capsule, arguments: argparse.Namespace, console: C
     code = []
     if arguments.env is None:
         code.append(f"the pickled code of the factory {capsule.source}")
-    if capsule.calls_pickle is not None:
-        code.append("pickled arguments of calls")
+    if capsule.log_pickle is not None:
+        code.append("pickled objects of the log")
     if not code:
         _print(console, f"executes --env {arguments.env} in a process of its own")
         return

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import dataclasses
 import importlib.metadata
+import io
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ import numpy as np
 
 from rl_ext_core import _pickle
 from rl_ext_core.errors import CorruptFileError, EnvironmentOutputError, InvalidArgumentError, WorkerError
-from rl_ext_core.recording.episode_log import EpisodeLog
+from rl_ext_core.recording.episode_log import EpisodeLog, pickle_value
 
 __all__ = [
     "MAX_CAPSULES",
@@ -33,20 +34,19 @@ __all__ = [
     "read_capsule",
     "record_crash",
     "record_exception",
-    "save_capsule",
     "write_actions",
     "write_capsule",
 ]
 
 _log = logging.getLogger("rl_ext_core.recording")
 
-_FORMAT = 1
+_FORMAT = 2
 CRASH_FOLDER = "."  # for recorder=True
 MAX_CAPSULES = 10  # per folder
 _MAX_TEXT = 100_000
-_ABOUT, _LOG, _ACTIONS = "capsule.json", "log.json", "actions.npy"
-# These two are pickles. Loading a pickle executes code.
-_FACTORY, _CALLS = "environment.pickle", "calls.pickle"
+_ABOUT, _LOG, _FACTORY = "capsule.json", "log.pickle", "environment.pickle"
+# Functions and classes in the pickles of arrays.
+_ARRAY_NAMES = ("_reconstruct", "_frombuffer", "scalar", "ndarray", "dtype")
 _PACKAGES = ("gymnasium", "numpy", "stable_baselines3", "torch", "torchrl", "ale_py", "mujoco", "Box2D", "stable_retro")
 # Variables that change how environments compute or render. Others may contain secrets.
 _VARIABLES = re.compile(
@@ -105,20 +105,19 @@ def _raised_class(traceback: str) -> str:
 class Capsule:
     """Failure of an environment, with its factory and the log of its episode.
 
-    Reading a capsule executes no code. :meth:`load_factory` does, and :meth:`load_log` if :attr:`calls_pickle` is set.
+    Reading a capsule executes no code. :meth:`load_factory` does, and :meth:`load_log` if :attr:`log_pickle` is set.
 
     :ivar failure: the failure
     :ivar environment: number of the environment
     :ivar step: number of the failed step in the log, 0 for its reset
-    :ivar log: the log; its calls are empty if :attr:`calls_pickle` is set
+    :ivar log: the log; it is empty if :attr:`log_pickle` is set
     :ivar source: source code that built the environment, with dots for parts that are not known
     :ivar factory_pickle: pickled factory; None if it cannot be pickled
-    :ivar calls_pickle: pickled settings and calls; None if they are plain data
+    :ivar log_pickle: pickled log; None if it is plain data
     :ivar step_timeout: time limit of a step in seconds; None for none
     :ivar created: time of the failure, in UTC
     :ivar versions: versions of Python, of the platform and of packages, by name
     :ivar variables: environment variables that may matter
-    :ivar spaces: spaces of the environment, as text
     """
 
     failure: RecordedFailure
@@ -127,18 +126,11 @@ class Capsule:
     log: EpisodeLog
     source: str = ""
     factory_pickle: bytes | None = None
-    calls_pickle: bytes | None = None
+    log_pickle: bytes | None = None
     step_timeout: float | None = None
     created: str = ""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    spaces: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def seed(self) -> Any:
-        """Seed of the first reset in the log; None if it had none."""
-        name, data = self.log.calls[0] if self.log.calls else ("", {})
-        return data.get("seed") if name == "reset" else None
 
     def load_factory(self) -> Any:
         """Unpickle the factory of the environment, which executes code of the capsule."""
@@ -147,10 +139,7 @@ class Capsule:
 
     def load_log(self) -> EpisodeLog:
         """Return the log. If it contains pickled objects, this executes code of the capsule."""
-        if self.calls_pickle is None:
-            return self.log
-        settings, calls = pickle.loads(self.calls_pickle)
-        return dataclasses.replace(self.log, settings=settings, calls=calls)
+        return self.log if self.log_pickle is None else EpisodeLog(*pickle.loads(self.log_pickle))
 
 
 def record_crash(recorder: bool | str | os.PathLike[str], **contents: Any) -> str:
@@ -179,7 +168,6 @@ def record_exception(
     recorder: bool | str | os.PathLike[str],
     build_factories: Callable[[], Sequence[Any]],
     environment: int,
-    spaces: tuple[Any, Any],
 ) -> None:
     """Write a capsule of an exception in this process, and add the command that repeats it as a note.
 
@@ -194,7 +182,7 @@ def record_exception(
     except Exception:  # the user's objects may raise anything
         factory = None
     failure = dataclasses.replace(RecordedFailure.from_error(error), phase=method)
-    text = record_crash(recorder, factory=factory, log=log, failure=failure, environment=environment, spaces=spaces)
+    text = record_crash(recorder, factory=factory, log=log, failure=failure, environment=environment)
     if sys.version_info >= (3, 11):
         error.add_note(text)
     else:
@@ -209,7 +197,6 @@ def write_capsule(
     failure: RecordedFailure,
     environment: int,
     step_timeout: float | None = None,
-    spaces: tuple[Any, Any] | None = None,
 ) -> Path | None:
     """Write a capsule ``crash-<time>-<number>.rlx``. A failure to write is logged, because another error is raised.
 
@@ -219,7 +206,6 @@ def write_capsule(
     :param failure: the failure
     :param environment: number of the environment
     :param step_timeout: time limit of a step in seconds; default: none
-    :param spaces: observation space and action space of the environment
     :return: path of the file; None if the folder already contains :data:`MAX_CAPSULES`, or the file cannot be written
     """
     folder = Path(folder)
@@ -233,23 +219,19 @@ def write_capsule(
         while path.exists():
             count += 1
             path = folder / f"{name}-{count}.rlx"
-        source = getattr(factory, "to_source", lambda: "")()
-        capsule = Capsule(
-            failure,
-            environment,
-            log.steps,
-            log,
-            source,
-            _try_to_pickle(factory),
-            None,
-            step_timeout,
-            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
-            current_versions(getattr(factory, "preload", ())),
-            {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
-            {} if spaces is None else {"observation": str(spaces[0]), "action": str(spaces[1])},
-        )
-        save_capsule(path, capsule)
-    except Exception as error:  # spaces, factories and arguments have code of the user
+        texts = {name: text[:_MAX_TEXT] for name, text in vars(failure).items() if isinstance(text, str)}
+        about = {
+            "failure": {**vars(failure), **texts},
+            "environment": environment,
+            "step": log.steps,
+            "source": getattr(factory, "to_source", lambda: "")(),
+            "step_timeout": step_timeout,
+            "created": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+            "versions": current_versions(getattr(factory, "preload", ())),
+            "variables": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
+        }
+        _write_archive(path, about, log, _try_to_pickle(factory))
+    except Exception as error:  # factories and arguments have code of the user
         _log.warning("the capsule of the failure cannot be written: %s: %s", type(error).__name__, error)
         return None
     return path
@@ -273,64 +255,25 @@ def current_versions(modules: Any = ()) -> dict[str, str]:
     names = {name.partition(".")[0] for name in (*_PACKAGES, *modules)} & sys.modules.keys()
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name in sorted(names - versions.keys()):
-        distribution = name.replace("_", "-")
-        for each in (distribution, {"Box2D": "box2d"}.get(name, name)):
-            try:
-                versions[name] = importlib.metadata.version(each)
-                break
-            except importlib.metadata.PackageNotFoundError:
-                version = getattr(sys.modules[name], "__version__", None)
-                if isinstance(version, str):
-                    versions[name] = version
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name.replace("_", "-"))
     return versions
 
 
-def save_capsule(path: Path, capsule: Capsule) -> None:
-    """Write a capsule to a file, which appears when it is complete."""
-    log, calls_pickle = capsule.log, capsule.calls_pickle
-    actions, calls = _split_actions(log.calls)
-    try:
-        settings, calls = _encode(log.settings), _encode(calls)
-    except TypeError:
-        actions, settings, calls = None, [], []
-        calls_pickle = _pickle.dumps((log.settings, log.calls))
-    entries = {
-        "generators": _encode(log.generators),
-        "settings": settings,
-        "calls": calls,
-        "checksums": log.checksums,
-        "actions are scalars": actions is not None and actions[0],
-    }
-    about = {
-        "format": _FORMAT,
-        "created": capsule.created,
-        "failure": {
-            name: value[:_MAX_TEXT] if isinstance(value, str) else value
-            for name, value in dataclasses.asdict(capsule.failure).items()
-        },
-        "environment": capsule.environment,
-        "step": capsule.step,
-        "seed": repr(capsule.seed),
-        "source": capsule.source,
-        "step_timeout": capsule.step_timeout,
-        "versions": dict(capsule.versions),
-        "variables": dict(capsule.variables),
-        "spaces": dict(capsule.spaces),
-        "executable code": [
-            name for name, data in ((_FACTORY, capsule.factory_pickle), (_CALLS, calls_pickle)) if data is not None
-        ],
-    }
+def _write_archive(path: Path, about: dict[str, Any], log: EpisodeLog, factory_pickle: bytes | None) -> None:
+    """Write the file of a capsule, which appears when it is complete."""
+    values = log.generators, log.settings, log.calls, log.checksums
+    packed = pickle_value(values)
+    if not packed or _load_plain(packed) is None:
+        packed = _pickle.dumps(values)  # classes of the script by value
+    entries = {_LOG: packed} | ({} if factory_pickle is None else {_FACTORY: factory_pickle})
+    code = [name for name, data in entries.items() if name == _FACTORY or _load_plain(data) is None]
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr(_ABOUT, json.dumps(about, indent=2))
-            archive.writestr(_LOG, json.dumps(entries))
-            if actions is not None:
-                with archive.open(_ACTIONS, "w", force_zip64=True) as file:
-                    np.save(file, actions[1], allow_pickle=False)
-            for name, data in ((_FACTORY, capsule.factory_pickle), (_CALLS, calls_pickle)):
-                if data is not None:
-                    archive.writestr(name, data)
+            archive.writestr(_ABOUT, json.dumps({"format": _FORMAT, **about, "executable code": code}, indent=2))
+            for name, data in entries.items():
+                archive.writestr(name, data)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -350,34 +293,20 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
     try:
         with zipfile.ZipFile(path) as archive:
             names = set(archive.namelist())
-            about, entries = json.loads(archive.read(_ABOUT)), json.loads(archive.read(_LOG))
-            if about["format"] != _FORMAT:
-                raise CorruptFileError(
-                    f"{str(path)!r} has format {about['format']}; expected {_FORMAT}. Use the version of rl-ext that "
-                    "wrote it"
-                )
-            actions = None
-            if _ACTIONS in names:
-                with archive.open(_ACTIONS) as file:
-                    actions = np.load(file, allow_pickle=False)
-            factory_pickle, calls_pickle = (
-                archive.read(name) if name in names else None for name in (_FACTORY, _CALLS)
+            about, packed = json.loads(archive.read(_ABOUT)), archive.read(_LOG)
+            factory_pickle = archive.read(_FACTORY) if _FACTORY in names else None
+        del about["executable code"]
+        if (found := about.pop("format")) != _FORMAT:
+            raise CorruptFileError(
+                f"{str(path)!r} has format {found}; expected {_FORMAT}. Use the version of rl-ext that wrote it"
             )
-        calls = _join_actions(_decode(entries["calls"]), actions, entries["actions are scalars"])
-        log = EpisodeLog(_decode(entries["generators"]), _decode(entries["settings"]), calls, entries["checksums"])
+        failure, log = RecordedFailure(**about.pop("failure")), _load_plain(packed)
         return Capsule(
-            RecordedFailure(**about["failure"]),
-            about["environment"],
-            about["step"],
-            log,
-            about["source"],
-            factory_pickle,
-            calls_pickle,
-            about["step_timeout"],
-            about["created"],
-            about["versions"],
-            about["variables"],
-            about["spaces"],
+            failure,
+            log=EpisodeLog({}, [], [], []) if log is None else EpisodeLog(*log),
+            log_pickle=packed if log is None else None,
+            factory_pickle=factory_pickle,
+            **about,
         )
     except (
         zipfile.BadZipFile,
@@ -388,6 +317,7 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
         AttributeError,
         OSError,
         EOFError,
+        pickle.UnpicklingError,
     ) as error:
         if isinstance(error, CorruptFileError):
             raise
@@ -437,84 +367,22 @@ def write_actions(path: Path, log: EpisodeLog) -> list[str]:
     return sorted(others)
 
 
-# -- plain data
+class _PlainUnpickler(pickle.Unpickler):
+    """Unpickler of plain values and arrays, which executes no other code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "numpy" and name in _ARRAY_NAMES:
+            return super().find_class(module, name)
+        raise _ObjectInPickleError(f"{module}.{name}")
 
 
-def _split_actions(calls: list[tuple[str, Any]]) -> tuple[tuple[bool, Any] | None, list[Any]]:
-    """Replace the actions in calls by ``("steps", count)`` if they fit in one array.
-
-    :return: whether they are scalars, and the array, or None; and the calls
-    """
-    actions = [data for name, data in calls if name == "step"]
-    kinds = {(type(data), getattr(data, "dtype", None), np.shape(data)) for data in actions[:1]}
-    for data in actions:
-        kind = type(data)
-        if not (kind is np.ndarray or isinstance(data, np.generic)) or data.dtype.hasobject:
-            return None, list(calls)
-        if (kind, data.dtype, data.shape) not in kinds:
-            return None, list(calls)
-    if not actions:
-        return None, list(calls)
-    short: list[Any] = []
-    for name, data in calls:
-        if name != "step":
-            short.append((name, data))
-        elif short and short[-1][0] == "steps":
-            short[-1] = "steps", short[-1][1] + 1
-        else:
-            short.append(("steps", 1))
-    return (isinstance(actions[0], np.generic), np.stack(actions)), short
+class _ObjectInPickleError(Exception):
+    """A pickle contains an object of another class."""
 
 
-def _join_actions(calls: list[Any], actions: Any, scalars: bool) -> list[tuple[str, Any]]:
-    """Undo :func:`_split_actions`."""
-    found: list[tuple[str, Any]] = []
-    rows = iter(range(0 if actions is None else len(actions)))
-    for name, data in calls:
-        if name == "steps":
-            for _ in range(data):
-                row = next(rows)
-                found.append(("step", actions[row] if scalars else actions[row, ...]))  # a view, which saves memory
-        else:
-            found.append((name, data))
-    return found
-
-
-def _encode(value: Any) -> Any:
-    """Convert plain data to values of JSON.
-
-    :raises TypeError: If it contains an object of another class.
-    """
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str):
-        return value
-    if kind is list:
-        return [_encode(part) for part in value]
-    if kind is tuple:
-        return {"tuple": [_encode(part) for part in value]}
-    if kind is dict:
-        return {"dict": [[_encode(key), _encode(part)] for key, part in value.items()]}
-    if kind is bytes:
-        return {"bytes": base64.b64encode(value).decode()}
-    if (kind is np.ndarray or isinstance(value, np.generic)) and not value.dtype.hasobject and not value.dtype.names:
-        data = base64.b64encode(value.tobytes()).decode()
-        return {"array" if kind is np.ndarray else "scalar": [value.dtype.str, list(value.shape), data]}
-    raise TypeError(f"{kind.__name__} is not plain data")
-
-
-def _decode(value: Any) -> Any:
-    """Undo :func:`_encode`."""
-    if isinstance(value, list):
-        return [_decode(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, data),) = value.items()
-    if kind == "tuple":
-        return tuple(_decode(part) for part in data)
-    if kind == "dict":
-        return {_decode(key): _decode(part) for key, part in data}
-    if kind == "bytes":
-        return base64.b64decode(data)
-    dtype, shape, text = data
-    array = np.frombuffer(base64.b64decode(text), np.dtype(dtype)).reshape(shape).copy()
-    return array if kind == "array" else array[()]
+def _load_plain(packed: bytes) -> Any:
+    """Unpickle plain data; return None if it contains other objects."""
+    try:
+        return _PlainUnpickler(io.BytesIO(packed)).load()
+    except _ObjectInPickleError:
+        return None

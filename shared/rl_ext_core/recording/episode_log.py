@@ -6,34 +6,36 @@ since. So its state can be restored by repeating these calls, without copying th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
+import mmap
+import pickle
 import re
-import struct
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "MAX_STEPS",
-    "RECORDED_CALLS",
-    "EpisodeLog",
-    "Repetition",
-    "observation_checksum",
-    "record_setting",
-    "step_checksum",
-]
+from rl_ext_core import _pickle
+from rl_ext_core.recording.generators import Snapshot, read_snapshot
 
-# Longer episodes are not recorded, because their logs would take much memory.
+__all__ = ["LOG_BYTES", "MAX_STEPS", "EpisodeLog", "LogMemory", "Repetition", "observation_checksum", "pickle_value"]
+
+# Memory for the log of an environment. Untouched pages take no memory.
+LOG_BYTES = 16 << 20
+# Longer episodes are not recorded.
 MAX_STEPS = 100_000
+_TABLE_BYTES = 12 << 20
+_HEADER = 64
+# Number of calls that have begun, and where the pickled data end. Then the size of the pickled generators and settings,
+# 0 if there is no log.
+CALLS, _END, _HEAD = range(3)
+_FAILED = 1 << 32  # is added to the number of calls after one that raised an exception
+# Flags of a call that has returned, of one that has ended the episode, and of one whose result is not known
+RETURNED, TERMINATED, TRUNCATED, NOT_CHECKED = 1, 2, 4, 8
 # Arrays up to this size are checked completely. Of larger ones, these bytes are, because each word that is read takes
 # about as long as a cache miss.
-_MAX_CHECKED_BYTES, _SAMPLED_BYTES = 8192, 2048
-# Rewards that shared memory contains as float64, as in rl_ext_core.vector.worker.
-_FLOATS, _INTEGERS, _MAX_EXACT = {float, np.float64, np.float32, bool, np.bool_}, {int, np.int64}, 2**53
-_RESULT = struct.Struct("<d??")
+MAX_CHECKED_BYTES, _SAMPLED_BYTES = 8192, 2048
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -46,8 +48,8 @@ class EpisodeLog:
     :ivar settings: calls that set attributes before the reset, as (name, data)
     :ivar calls: calls since, in order: ``("reset", {"seed": ..., "options": ...})``, ``("step", action)``, or the name
         and data of another call. The first one is a reset
-    :ivar checksums: checksum of what each finished call returned: of the observation of a reset, see
-        :func:`step_checksum` for a step, None if it is not known
+    :ivar checksums: checksum of what each finished call returned: observation, reward and end of the episode; None if
+        it is not known
     """
 
     generators: dict[tuple[int, str], Any]
@@ -79,24 +81,183 @@ class Repetition:
     first_difference: int | None
 
 
+class LogMemory:
+    """Memory in which an environment's process writes the log of its episode, and which another process may read.
+
+    Each call has an entry of fixed size. Calls other than steps, and actions that are not like those of the space, are
+    pickled next to the entries.
+
+    :param action_space: action space of the environment
+    :param memory: :data:`LOG_BYTES` bytes of shared memory; default: memory of this process
+    """
+
+    def __init__(self, action_space: Any, memory: Any = None) -> None:
+        shape, dtype = getattr(action_space, "shape", None), getattr(action_space, "dtype", None)
+        # memoryview supports these dtypes. Other actions are pickled.
+        has_column = shape is not None and dtype is not None and dtype.isnative and dtype.char in "?bBhHiIlLqQfd"
+        fields: list[Any] = [("reward", "d"), ("size", "I"), ("flags", "I"), ("observation", "I")]
+        fields += [("action", dtype, shape)] if has_column else []
+        entry = np.dtype(fields, align=True)
+        self.limit = min(MAX_STEPS, _TABLE_BYTES // entry.itemsize)
+        self.memory = memoryview(_new_memory() if memory is None else memory)
+        self._entries: Any = np.ndarray(self.limit, entry, self.memory, _HEADER)
+        # Sizes and flags as one number.
+        self._marks: Any = np.ndarray(self.limit, np.uint64, self.memory, _HEADER + 8, (entry.itemsize,))
+        self._data_start = _HEADER + self.limit * entry.itemsize
+        self.cells = self.memory[:_HEADER].cast("Q")
+        # Writing an item of a memoryview takes a third of the time of an array's.
+        columns: list[Any] = [self._entries[name] for name in ("reward", "observation", "size", "flags")]
+        views: list[Any] = [memoryview(column) for column in columns]
+        self.rewards, self.observations, self._sizes, self.flags = views
+        self.actions: Any = None
+        self.action_type: Any = None  # type of the actions in the entries
+        if has_column:
+            self.actions, self.action_type = self._entries["action"], np.ndarray
+            if shape == ():
+                self.actions, self.action_type = memoryview(self.actions), self.actions.dtype.type
+        # Places of the generators in the pickled snapshot, and where its bytes are.
+        self._places: Any = None
+        self._states = slice(0)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there is a log."""
+        return self.cells[_HEAD] > 0
+
+    def clear(self) -> None:
+        """Drop the log."""
+        self.cells[_HEAD] = 0
+
+    def start(self, snapshot: Snapshot, settings: list[tuple[str, Any]], arguments: dict[str, Any]) -> None:
+        """Begin a new log with a reset.
+
+        :param snapshot: generators of the environment
+        :param settings: calls that have set attributes
+        :param arguments: arguments of the reset
+        """
+        cells, size = self.cells, self.cells[_HEAD]
+        cells[_HEAD] = 0  # until the log is complete
+        self._marks[: cells[CALLS] % _FAILED + 1] = 0
+        cells[CALLS] = 0
+        if type(snapshot) is tuple and snapshot[0] is self._places and not settings and size:
+            self.memory[self._states] = snapshot[1]  # the last snapshot differs in these bytes only
+        else:
+            packed, self._places = pickle_value((snapshot, settings)), None
+            size = len(packed)
+            if size > LOG_BYTES - self._data_start:
+                return
+            self.memory[self._data_start : self._data_start + size] = packed
+            if type(snapshot) is tuple and not settings:
+                at = self._data_start + packed.index(snapshot[1])
+                self._places, self._states = snapshot[0], slice(at, at + len(snapshot[1]))
+        cells[_END] = self._data_start + size
+        cells[_HEAD] = size
+        if arguments:
+            self.begin("reset", arguments)
+        else:  # the first call is known without data
+            cells[CALLS] = 1
+
+    def begin(self, name: str, data: Any) -> None:
+        """Record a call before it is made. Without memory for it, or after a call that has failed, drop the log."""
+        cells = self.cells
+        index, start = cells[CALLS], cells[_END]
+        packed = pickle_value((name, data)) if cells[_HEAD] and index < self.limit else b""
+        if not packed or start + len(packed) > LOG_BYTES:
+            self.clear()
+            return
+        self.memory[start : start + len(packed)] = packed
+        self._sizes[index], cells[_END] = len(packed), start + len(packed)
+        cells[CALLS] = index + 1
+
+    def end(self, observation: Any = None, reward: Any = 0.0, flags: int = 0) -> None:
+        """Record what the last call has returned.
+
+        :param flags: sum of ``TERMINATED``, ``TRUNCATED``, and ``NOT_CHECKED`` if it is not known
+        """
+        index = self.cells[CALLS] - 1
+        if not self.cells[_HEAD] or index >= self.limit:
+            return
+        self.observations[index] = 0 if observation is None else observation_checksum(observation)
+        try:
+            self.rewards[index] = reward
+        except Exception:  # a reward that is not a number
+            self.rewards[index] = observation_checksum(reward)
+        self.flags[index] = RETURNED + flags
+
+    def end_by_failure(self) -> None:
+        """Record that the last call has raised an exception, after which the log ends."""
+        if self.cells[CALLS] <= self.limit:
+            self.cells[CALLS] += _FAILED
+
+    def last_checksum(self) -> int | None:
+        """Return the checksum of the last call."""
+        index = self.cells[CALLS]
+        return self._checksums(index - 1, index)[0] if self.cells[_HEAD] else None
+
+    def _checksums(self, start: int, stop: int) -> list[int | None]:
+        """Return the checksums of calls that have returned."""
+        entries = self._entries[["reward", "observation", "flags"]][start:stop].tolist()
+        return [None if entry[2] & NOT_CHECKED else zlib.crc32(repr(entry).encode()) for entry in entries if entry[2]]
+
+    def read(self) -> EpisodeLog | None:
+        """Return the log, also while a call is pending or after the environment's process has died.
+
+        :return: the log. None before the first reset, and if the episode takes too many steps or bytes
+        """
+        count, head = self.cells[CALLS] % _FAILED, self.cells[_HEAD]
+        if not head:
+            return None
+        start = self._data_start
+        snapshot, settings = pickle.loads(self.memory[start : start + head])
+        start += head
+        actions = None if self.actions is None else np.array(self._entries["action"][:count])
+        calls: list[tuple[str, Any]] = []
+        for index, size in enumerate(self._entries["size"][:count].tolist()):
+            if size:
+                calls.append(pickle.loads(self.memory[start : start + size]))
+                start += size
+            else:
+                calls.append(("step", actions[index]) if index and actions is not None else ("reset", {}))
+        return EpisodeLog(read_snapshot(snapshot), settings, calls, self._checksums(0, count))
+
+
+def _new_memory() -> mmap.mmap:
+    """Return memory of this process. A forked process gets a copy."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows
+        return mmap.mmap(-1, LOG_BYTES)
+    memory = mmap.mmap(-1, LOG_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # Linux would use 2 MiB for the first byte
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory
+
+
+def pickle_value(value: Any) -> bytes:
+    """Pickle a value, by value if plain pickle fails; return nothing if both fail."""
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception:  # objects of the user
+        try:
+            return _pickle.dumps(value)
+        except Exception:
+            return b""
+
+
 def observation_checksum(observation: Any) -> int:
     """Return a checksum of an observation: an array, a tensor, an object, or nested dicts and tuples of them.
 
     Of a large array, evenly spaced words are read, because the checksum of all takes as long as a step of Atari.
     """
     if type(observation) is np.ndarray and not observation.dtype.hasobject:
-        if not observation.flags.c_contiguous:
-            observation = np.ascontiguousarray(observation)
-        if (size := observation.nbytes) > _MAX_CHECKED_BYTES:
-            words = observation.reshape(-1).view(np.uint8)[: size & ~7].view(np.uint64)
-            observation = np.ascontiguousarray(words[:: size // _SAMPLED_BYTES + 1])
-        return zlib.crc32(observation)
-    if isinstance(observation, dict):
-        return zlib.crc32(
-            repr(sorted((str(key), observation_checksum(part)) for key, part in observation.items())).encode()
-        )
-    if isinstance(observation, (tuple, list)):
-        return zlib.crc32(repr([observation_checksum(part) for part in observation]).encode())
+        if (size := observation.nbytes) > MAX_CHECKED_BYTES:
+            words = np.ascontiguousarray(observation).reshape(-1).view(np.uint8)[: size & ~7].view(np.uint64)
+            observation = words[:: size // _SAMPLED_BYTES + 1]
+        try:
+            return zlib.crc32(observation)
+        except ValueError:  # an array that is not contiguous
+            return zlib.crc32(observation.tobytes())
+    if isinstance(observation, (dict, tuple, list)):
+        parts = observation.items() if isinstance(observation, dict) else enumerate(observation)
+        return zlib.crc32(repr([(key, observation_checksum(part)) for key, part in parts]).encode())
     try:
         if callable(detach := getattr(observation, "detach", None)):  # a tensor of torch
             observation = detach().cpu()
@@ -115,46 +276,3 @@ def _text_checksum(value: Any) -> int:
     except Exception:  # code of the user
         text = type(value).__qualname__
     return zlib.crc32(_ADDRESS.sub("", text).encode(errors="backslashreplace"))
-
-
-def step_checksum(observation: int, reward: Any, terminated: Any, truncated: Any) -> int:
-    """Return a checksum of what a step returned.
-
-    Rewards that a float does not represent exactly are left out, because shared memory does not contain them.
-
-    :param observation: checksum of the observation
-    """
-    kind = type(reward)
-    is_exact = kind in _FLOATS or (kind in _INTEGERS and -_MAX_EXACT <= reward <= _MAX_EXACT)
-    return zlib.crc32(_RESULT.pack(reward if is_exact else 0.0, bool(terminated), bool(truncated)), observation)
-
-
-def _call_or_get(env: Any, data: Any) -> Any:
-    """Call a method of an environment, or return an attribute.
-
-    :param data: name, which may have dots, arguments and keyword arguments
-    """
-    name, args, kwargs = data
-    first, *rest = name.split(".")
-    found = functools.reduce(getattr, rest, env.get_wrapper_attr(first))
-    return found(*args, **kwargs) if callable(found) else found
-
-
-# Calls of a vectorized environment that change an environment. Each function calls one environment with its data.
-RECORDED_CALLS: dict[str, Callable[[Any, Any], Any]] = {
-    "env_method": lambda env, data: env.get_wrapper_attr(data[0])(*data[1], **data[2]),
-    "call": _call_or_get,
-    "set_attr": lambda env, data: setattr(env, *data),
-    "set_wrapper_attr": lambda env, data: env.set_wrapper_attr(*data),
-}
-_SETTERS = ("set_attr", "set_wrapper_attr")
-
-
-def record_setting(settings: dict[tuple[str, str], tuple[str, Any]], name: str, data: Any) -> None:
-    """Record a call if it sets an attribute, in place of an earlier one for this attribute.
-
-    :param settings: calls by their name and the attribute, in the order of the last values
-    """
-    if name in _SETTERS:
-        settings.pop((name, data[0]), None)
-        settings[name, data[0]] = name, data

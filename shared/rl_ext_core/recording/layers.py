@@ -11,15 +11,22 @@ import os
 import sys
 import weakref
 import zlib
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 
-from rl_ext_core.recording.attributes import Summary, read_attributes, read_state, summarize, write_state
+from rl_ext_core.recording.attributes import (
+    Digests,
+    Value,
+    differing,
+    digests_of,
+    read_attributes,
+    read_values,
+    write_values,
+)
 from rl_ext_core.recording.generators import layers_of
 
 __all__ = [
@@ -40,23 +47,19 @@ class LayerState:
     """State of a wrapper, or of the environment itself.
 
     :ivar description: see :func:`describe_layers`
-    :ivar attributes: copies of its attributes
-    :ivar construction: summary of the attributes right after construction; None if it was not recorded
-    :ivar replaced: names of containers that were replaced since construction, instead of filled
+    :ivar values: copies of the values in its attributes, by path
+    :ivar construction: checksums of the values right after construction; None if they were not recorded
     :ivar file: content and time of a monitor's file; None if there is none
     """
 
     description: str
-    attributes: dict[str, Any]
-    construction: Summary | None
-    replaced: frozenset[str]
+    values: dict[str, Value]
+    construction: Digests | None
     file: tuple[str, float] | None
 
 
-# Summaries of living layers after construction, and their containers by name.
-_constructions: weakref.WeakKeyDictionary[Any, tuple[Summary, dict[str, Callable[[], Any]]]] = (
-    weakref.WeakKeyDictionary()
-)
+# Checksums of the values in living layers after construction.
+_constructions: weakref.WeakKeyDictionary[Any, Digests] = weakref.WeakKeyDictionary()
 _LINKS = frozenset(
     (
         *("env", "results_writer", "_action_space", "_observation_space", "_metadata", "_cached_spec"),
@@ -79,11 +82,7 @@ def layer_state(layer: Any, links: Sequence[Any], description: str) -> LayerStat
 
     :param links: objects that are not part of it
     """
-    construction, objects = _construction(layer)
-    attributes = vars(layer)
-    # Containers that are not the objects that construction has made
-    replaced = frozenset(name for name, refer in objects.items() if attributes.get(name) is not refer())
-    return LayerState(description, _read_layer(attributes, links), construction, replaced, _results_file(layer))
+    return LayerState(description, _read_layer(vars(layer), links), _construction(layer), _results_file(layer))
 
 
 def describe_layers(env: Any) -> str:
@@ -137,33 +136,19 @@ def record_layer(layer: Any, links: Sequence[Any]) -> None:
     """Record the attributes of a new object, unless that was done."""
     with contextlib.suppress(TypeError):  # an object of a class without weak references
         if layer not in _constructions:
-            attributes = read_attributes(layer)
-            objects = {name: _refer(value) for name, value in attributes.items() if _is_container(value)}
-            _constructions[layer] = summarize(_read_layer(attributes, links)), objects
+            _constructions[layer] = digests_of(_read_layer(read_attributes(layer), links))
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (list, dict, set, deque, np.ndarray)) or type(value).__name__ == "Tensor"
-
-
-def _refer(value: Any) -> Callable[[], Any]:
-    """Return a function that returns an object, which it keeps alive only if the class has no weak references."""
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: value
-
-
-def _construction(layer: Any) -> tuple[Summary | None, dict[str, Callable[[], Any]]]:
-    """Return the summary of a layer after its construction, None if it was not recorded, and its containers."""
+def _construction(layer: Any) -> Digests | None:
+    """Return the checksums of a layer after its construction; None if they were not recorded."""
     try:
         return _constructions[layer]
     except (KeyError, TypeError):
-        return None, {}
+        return None
 
 
-def _read_layer(attributes: dict[str, Any], links: Sequence[Any]) -> dict[str, Any]:
-    return read_state({name: value for name, value in attributes.items() if name not in _LINKS}, links)
+def _read_layer(attributes: dict[str, Any], links: Sequence[Any]) -> dict[str, Value]:
+    return read_values({name: value for name, value in attributes.items() if name not in _LINKS}, links)
 
 
 def restore_layers(env: Any, states: Sequence[LayerState]) -> list[str]:
@@ -188,17 +173,16 @@ def restore_layer(layer: Any, state: LayerState, links: Sequence[Any]) -> list[s
 
     :return: sentences on attributes that are not restored
     """
-    present = layer_state(layer, links, "")
-    found = write_state(
-        layer,
-        state.attributes,
-        links,
-        first=state.construction,
-        first_here=present.construction,
-        replaced=state.replaced - present.replaced,
-    )
+    values, before = state.values, state.construction
+    # What construction has set otherwise belongs to the process: ports, folders and arguments.
+    own = differing(before, _construction(layer)) - {path for path in values if values[path].kind == "generator"}
+    different = write_values(layer, values, links, kept=own)
+    changed = differing(before, digests_of(values))
     _restore_results_file(layer, state.file)
-    kept, lost = (", ".join(f"{type(layer).__name__}.{path}" for path in paths) for paths in found)
+    kept, lost = (
+        ", ".join(f"{type(layer).__name__}.{path}" for path in sorted(paths))
+        for paths in (different & own & changed, different - own)
+    )
     sentences = []
     if kept:
         sentences.append(
@@ -218,11 +202,10 @@ def unsaved_attributes(states: Sequence[LayerState], *, opaque: bool = False) ->
     found = []
     for state in states:
         name, before = state.description.partition("(")[0].strip(), state.construction or {}
-        for path, mark in summarize(state.attributes).items():
-            is_unsaved = mark.kind in ("unsaved", "reference") and path in before and mark.kind == before[path].kind
-            has_changed = is_unsaved and mark.checksum != before[path].checksum
-            if mark.kind == "unknown" or has_changed or (opaque and mark.kind == "opaque"):
-                found.append(f"{name}.{path} ({mark.description})")
+        for path, (kind, checksum) in digests_of(state.values).items():
+            has_changed = kind == "unsaved" and before.get(path, ("", b""))[0] == kind and before[path][1] != checksum
+            if kind == "unknown" or has_changed or (opaque and kind == "opaque"):
+                found.append(f"{name}.{path} ({state.values[path].type_name.partition(':')[2]})")
     return found
 
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from rl_ext_core._environment_source import as_gymnasium_env
 from rl_ext_core._file_guard import ProtectedFileError, protect_files, remove_created
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlExtError, WorkerError
 from rl_ext_core.recording.capsule import Capsule, RecordedFailure
-from rl_ext_core.recording.episode_log import EpisodeLog, observation_checksum
-from rl_ext_core.recording.generators import Generators, layers_of
+from rl_ext_core.recording.episode_log import EpisodeLog
+from rl_ext_core.recording.generators import layers_of
 from rl_ext_core.recording.memory_layout import MemoryLayout
-from rl_ext_core.recording.recorder import repeat_calls, restore_beginning
+from rl_ext_core.recording.recorder import EpisodeRecorder
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -162,38 +162,29 @@ def _loading_error(error: Exception) -> InvalidArgumentError:
     )
 
 
-class _OutputCheck:
-    """Check of what an environment returns, as workers do it."""
+def _output_check(env: Any, *, in_space: bool) -> Callable[[Any, Any, bool], None]:
+    """Return a function that raises if an observation or an info is invalid, as workers do.
 
-    def __init__(self, env: Any, *, in_space: bool) -> None:
-        self._env, self._in_space = env, in_space
-        self._layout = None
-        with contextlib.suppress(InvalidArgumentError):  # observations that are not arrays
-            self._layout = MemoryLayout.from_spaces(1, env.observation_space, env.action_space)
-            arrays = self._layout.arrays(bytearray(self._layout.size))
-            self._slots = self._layout.slots(arrays, 0)
-            self._rows = [arrays[f"observation {index}"] for index in range(len(self._layout.paths))]
+    :param in_space: whether to check that the last observation is in the space, too
+    """
+    slots: list[Any] = []
+    with contextlib.suppress(InvalidArgumentError):  # observations that are not arrays
+        layout = MemoryLayout.from_spaces(1, env.observation_space, env.action_space)
+        slots = layout.slots(layout.arrays(bytearray(layout.size)), 0)
 
-    def check(self, observation: Any, info: Any, is_last: bool) -> tuple[Any, set[int]]:
-        """Raise if an observation or an info is invalid; return the observation, and the checksums that it may have.
-
-        :param is_last: whether to check the bounds of the space, too
-        """
-        found = {observation_checksum(observation)}
-        if self._layout is not None:
-            for slot in self._slots:
-                slot.write(observation)
-            found.add(observation_checksum(self._layout.build_observation([row[0] for row in self._rows])))
+    def check(observation: Any, info: Any, is_last: bool) -> None:
+        for slot in slots:
+            slot.write(observation)
         if not isinstance(info, dict):
             raise EnvironmentOutputError(f"the environment returned an info of type {type(info).__name__}")
-        space = self._env.observation_space
-        if self._in_space and is_last and not space.contains(observation):
-            raise EnvironmentOutputError(f"the observation is not in {space}")
-        return observation, found
+        if in_space and is_last and not env.observation_space.contains(observation):
+            raise EnvironmentOutputError(f"the observation is not in {env.observation_space}")
+
+    return check
 
 
-def _prepare_env(env: Any, log: EpisodeLog) -> Any:
-    """Return an environment as one of gymnasium, in the state before a recorded episode.
+def _prepare_env(env: Any, log: EpisodeLog) -> EpisodeRecorder:
+    """Return an environment in a recorder, in the state before a recorded episode.
 
     :param env: environment that was built like the recorded one
     :raises InvalidArgumentError: If it has other wrappers or spaces.
@@ -204,11 +195,12 @@ def _prepare_env(env: Any, log: EpisodeLog) -> Any:
     depth = next((number + 1 for number, name in log.generators if name == "_np_random"), len(layers))
     if len(layers) != depth:
         raise _unlike_error(layers, f"{len(layers) - 1} instead of {depth - 1} wrappers")
+    recorder = EpisodeRecorder(env)
     try:
-        restore_beginning(env, log, Generators(layers))
+        recorder.restore_beginning(log)
     except Exception as error:
         raise _unlike_error(layers, f"{type(error).__name__}: {error}") from error
-    return env
+    return recorder
 
 
 def _unlike_error(layers: Sequence[Any], reason: str) -> InvalidArgumentError:
@@ -231,9 +223,8 @@ def _serve(connection: Connection, packed: bytes) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     capsule, source, interval, folder, created = pickle.loads(packed)
     protect_files(folder, created)
-    env = _build_env(capsule, source)
-    log = capsule.load_log()
-    env = _prepare_env(env, log)
+    log, env = capsule.load_log(), _build_env(capsule, source)
+    recorder = _prepare_env(env, log)
     connection.send("playing")
     due = time.monotonic() + interval
 
@@ -246,8 +237,8 @@ def _serve(connection: Connection, packed: bytes) -> None:
             due = time.monotonic() + interval
 
     try:
-        check = _OutputCheck(env, in_space=capsule.failure.kind == "observation")
-        repetition = repeat_calls(env, log, read=check.check, before_call=send_progress)
+        check = _output_check(recorder, in_space=capsule.failure.kind == "observation")
+        repetition = recorder.repeat_calls(log, before_call=send_progress, check=check)
     except Exception as error:
         kind = "observation" if isinstance(error, EnvironmentOutputError) else "exception"
         processes.set_status(failure=kind, exception=type(error).__name__)
@@ -255,7 +246,7 @@ def _serve(connection: Connection, packed: bytes) -> None:
     processes.set_status(is_done=True, first_difference=repetition.first_difference)
     connection.send("done")
     with contextlib.suppress(Exception):
-        env.close()
+        recorder.close()
 
 
 # -- in the process of the command

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 from rl_ext_core import processes, resources
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core._values import copy_output
 from rl_ext_core.errors import (
     EnvironmentOutputError,
     InvalidArgumentError,
@@ -28,16 +27,16 @@ from rl_ext_core.factory.compare import WORKER_MODULES
 from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.recording.capsule import RecordedFailure, record_crash
-from rl_ext_core.recording.episode_log import RECORDED_CALLS, EpisodeLog, Repetition
+from rl_ext_core.recording.episode_log import LOG_BYTES, EpisodeLog, LogMemory, Repetition
 from rl_ext_core.recording.layers import LayerState
-from rl_ext_core.recording.memory_layout import CONVERTED, ENDED, SKIPPED, MemoryLayout
-from rl_ext_core.recording.vector_log import HEAD_BYTES, VectorLog
+from rl_ext_core.recording.memory_layout import CONVERTED, SKIPPED, MemoryLayout
+from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, SharedMemory, WorkerHandle
 from rl_ext_core.vector.environments import PoolOptions, check_env_fns, make_factories
 from rl_ext_core.vector.restarts import Restarts
-from rl_ext_core.vector.worker import IDLE_FRAMES, PHASES, REPEAT_EPISODE, StepEntry, map_head, run_worker
+from rl_ext_core.vector.worker import IDLE_FRAMES, PHASES, REPEAT_EPISODE, StepEntry, map_log, run_worker
 
 __all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings"]
 
@@ -109,8 +108,8 @@ class Pool:
 
     working_directory: str | None = None
     # Pools without shared memory record no episodes.
-    _heads: SharedMemory | None = None
-    log: VectorLog | None = None
+    _log_memory: SharedMemory | None = None
+    _logs: Sequence[LogMemory] = ()
 
     def __init__(
         self,
@@ -143,17 +142,15 @@ class Pool:
             found = [spaces for worker in self.workers for spaces in worker.answer]
             self.spaces = _require_same_spaces(options.spaces or found[0], found, options.caller.different_spaces)
             self.layout = MemoryLayout.from_spaces(len(self.worker_by_env), *self.spaces)
-            block = self._map_memory()
-            arrays = self.arrays = self.layout.arrays(block)
+            arrays = self.arrays = self.layout.arrays(self._map_memory())
             # These are looked up once, because every step uses them.
             self._actions = arrays.get("action")
             self._observations = [arrays[f"observation {index}"] for index in range(len(self.layout.paths))]
             self._flags, self._kinds = arrays["flags"].data, arrays["reward kind"].data
             self._zeros = bytes(len(self.worker_by_env))
-            if self._heads is not None:
-                heads = [map_head(self._heads, number) for number in range(len(self.worker_by_env))]
-                delay = {Autoreset.SAME_STEP: 0, Autoreset.NEXT_STEP: 1}.get(self.autoreset)
-                self.log = VectorLog(heads, block, self.layout, reset_delay=delay, ended=ENDED)
+            if self._log_memory is not None:
+                blocks = [map_log(self._log_memory, number) for number in range(len(self.worker_by_env))]
+                self._logs = [LogMemory(self.spaces[1], block) for block in blocks]
             self.wait(starting=True, raise_failures=True)
         except BaseException:
             self.end()
@@ -185,13 +182,13 @@ class Pool:
         """Start the workers. They build their environments."""
         resources.check_open_file_limit(len(self.workers), self.options.caller.workers_argument)
         self._spins = channel.should_spin(len(self.workers))
-        self._memory, self._heads = SharedMemory(), None
+        self._memory, self._log_memory = SharedMemory(), None
         if self.options.recorder is not False:
             with contextlib.suppress(StorageError):  # a limit of file sizes: nothing is recorded
-                self._heads = SharedMemory(len(self.worker_by_env) * HEAD_BYTES)
+                self._log_memory = SharedMemory(len(self.worker_by_env) * LOG_BYTES)
         # Files that environments write there are not deleted.
         self.working_directory = None if self.options.cwd is None else tempfile.mkdtemp(prefix="rl-ext-cwd-")
-        self._memories = [memory for memory in (self._memory, self._heads) if memory is not None]
+        self._memories = [memory for memory in (self._memory, self._log_memory) if memory is not None]
         # A bound method would keep this object alive. The workers end when it is deleted.
         self._end = weakref.finalize(self, _end_pool, self._owner, self.workers, self._memories, self.working_directory)
         self._end.atexit = False
@@ -214,7 +211,7 @@ class Pool:
                 if self.working_directory is not None:
                     own = os.path.join(self.working_directory, str(worker.number))
                     directory = own, None if cwd in (None, "own") else os.path.abspath(cwd)
-                of_pool = self.autoreset, self._heads, self.options.initializer
+                of_pool = self.autoreset, self._log_memory, self.options.initializer
                 arguments = self._memory, worker.first, factories, directory, *of_pool
                 worker.launch(context, run_worker, arguments, spins=self._spins)
         except BaseException:
@@ -263,8 +260,6 @@ class Pool:
         rows = self._split_actions(actions, each)
         if rows is None:
             self._actions[...] = actions  # type: ignore[index]
-        if self.log is not None:
-            self.log.begin_step(... if rows is None else [copy_output(row) for row in rows])
         workers = self.workers
         if environments is not None:
             workers = [self.workers[number] for number in environments]
@@ -309,10 +304,6 @@ class Pool:
                 self.seeds[number] = request[0]
                 if self._restarts is not None:
                     self._restarts.record_reset(number, request[1])
-                if self.log is not None:
-                    seed, options = request
-                    arguments = {} if options is None else {"options": copy_output(options)}
-                    self.log.begin_reset(number, {"seed": seed, **arguments})
         self.send(worker, "reset", list(requests))
 
     def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
@@ -334,13 +325,8 @@ class Pool:
         """
         self.drain_answers()
         calls_by_worker: dict[int, list[tuple[int, Any]]] = {}
-        is_recorded = self.log is not None and name in RECORDED_CALLS
-        # The caller may change the data later. Environments often share them.
-        copies = {id(argument): copy_output(argument) for argument in arguments} if is_recorded else {}
         for number, argument in zip(environments, arguments, strict=True):
             worker = self.worker_by_env[number]
-            if self.log is not None and is_recorded:
-                self.log.begin_call(number, name, copies[id(argument)])
             calls_by_worker.setdefault(worker.number, []).append((number - worker.first, argument))
         self._call = environments, name, arguments
         if self._restarts is not None:
@@ -361,8 +347,6 @@ class Pool:
         require_same_process(self._owner)
         self._receive(self.options.start_timeout if starting else self.options.step_timeout)
         self.has_unread_answers = False
-        if self.log is not None:
-            self.log.end()
         if raise_failures:
             for worker in self.workers:
                 if isinstance(worker.answer, WorkerError):
@@ -371,7 +355,7 @@ class Pool:
     @property
     def records_episodes(self) -> bool:
         """Whether the episodes are recorded."""
-        return self.log is not None
+        return self._log_memory is not None
 
     @property
     def last_observations(self) -> list[Any]:
@@ -387,18 +371,10 @@ class Pool:
         (sentences,) = self.call([environment], "restore_layers", states)
         return sentences  # type: ignore[no-any-return]
 
-    def reset_environment(self, environment: int) -> dict[str, Any]:
-        """Reset one environment, and return its info."""
-        self.begin_reset([(None, None) if n == environment else None for n in range(len(self.worker_by_env))])
-        self.wait(raise_failures=True)
-        info: dict[str, Any] = dict(self.entries(to_reset=True))[environment][1] or {}
-        return info
-
     def episode_logs(self) -> list[EpisodeLog | None]:
         """Return the log of each environment's episode; None for episodes that are not recorded."""
         self.drain_answers()
-        log = self.log
-        return [None if log is None else log.episode_log(number) for number in range(len(self.worker_by_env))]
+        return [log.read() for log in self._logs] or [None] * len(self.worker_by_env)
 
     def repeat_episode(self, environment: int, log: EpisodeLog) -> Repetition:
         """Repeat a recorded episode in an environment that was not used before.
@@ -406,10 +382,8 @@ class Pool:
         :param environment: number of the environment
         :param log: a log whose last call has returned
         """
-        found: list[Repetition] = self.call([environment], REPEAT_EPISODE, log)
-        if self.log is not None:
-            self.log.continue_episode(environment, log)
-        return found[0]
+        (found,) = self.call([environment], REPEAT_EPISODE, log)
+        return found  # type: ignore[no-any-return]
 
     def _receive(self, timeout: float | None, workers: Sequence[WorkerHandle] | None = None) -> None:
         """Receive the answers of workers.
@@ -440,12 +414,6 @@ class Pool:
         for worker in group:
             worker.answer = error
             worker.discard_answer()
-            self.drop_episodes(worker)
-
-    def drop_episodes(self, worker: WorkerHandle) -> None:
-        """Drop the episode logs of a worker that has ended."""
-        if self.log is not None:
-            self.log.drop_episodes(range(worker.first, worker.last))
 
     def drain_answers(self) -> None:
         """Wait for answers that were not read after an interrupt, and drop them."""
@@ -608,8 +576,8 @@ class Pool:
     def _record_crash(self, error: WorkerError) -> None:
         """Write a capsule of a failure, and add its path to the error text, if the episode is recorded."""
         environment = error.notes["environment"]
-        log = None if self.log is None else self.log.episode_log(environment)
-        phase = PHASES[self.worker_by_env[environment].cells[Cell.PHASE]] if self.log is not None else ""
+        log = self._logs[environment].read() if self._logs else None
+        phase = PHASES[self.worker_by_env[environment].cells[Cell.PHASE]] if log is not None else ""
         if log is None or phase not in ("reset", "step", *RECORDED_CALLS):
             return
         text = record_crash(
@@ -619,7 +587,6 @@ class Pool:
             failure=dataclasses.replace(RecordedFailure.from_error(error), phase=phase),
             environment=environment,
             step_timeout=self.options.step_timeout,
-            spaces=self.spaces,
         )
         error.args = (f"{error}\n{text}",)
 

@@ -127,7 +127,6 @@ class Restarts:
         """
         starting, stepping = pool.options.start_timeout, pool.options.step_timeout
         worker.end()
-        pool.drop_episodes(worker)
         worker.attempt += 1
         pool.launch([worker])
         _await_answer(pool, worker, starting)
@@ -146,10 +145,7 @@ class Restarts:
         options = map(channel.unpack, self._reset_options[part])
         pool.send_reset(worker, list(zip(seeds, options, strict=True)))
         infos = _await_answer(pool, worker, stepping)
-        resets_again = delays_reset and pool.autoreset is Autoreset.NEXT_STEP
-        if pool.log is not None:
-            pool.log.end_restart(range(worker.first, worker.last), reset_due=resets_again)
-        if resets_again:
+        if delays_reset and pool.autoreset is Autoreset.NEXT_STEP:
             pool.send(worker, "reset at next step", None)
             _await_answer(pool, worker, stepping)
         return infos

@@ -15,9 +15,7 @@ from rl_ext_core._environment_source import as_gymnasium_env
 from rl_ext_core._values import copy_output
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.processes.report import ExceptionRecord
-from rl_ext_core.recording.episode_log import observation_checksum
-from rl_ext_core.recording.generators import Generators, layers_of
-from rl_ext_core.recording.layers import record_construction
+from rl_ext_core.recording.episode_log import LOG_BYTES, Repetition
 from rl_ext_core.recording.memory_layout import (
     CONVERTED,
     MAX_EXACT,
@@ -28,8 +26,7 @@ from rl_ext_core.recording.memory_layout import (
     MemoryLayout,
     ObservationSlot,
 )
-from rl_ext_core.recording.recorder import repeat_calls, restore_beginning
-from rl_ext_core.recording.vector_log import HEAD_BYTES, HeadWriter
+from rl_ext_core.recording.recorder import RECORDED_CALLS, EpisodeRecorder
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, SharedMemory, WorkerChannel, pack
 from rl_ext_core.vector.environments import CALLS
@@ -38,7 +35,7 @@ __all__ = [
     "IDLE_FRAMES",
     "PHASES",
     "WorkerEnvironments",
-    "map_head",
+    "map_log",
     "run_worker",
 ]
 
@@ -53,9 +50,6 @@ IDLE_FRAMES = ("/rl_ext_core/vector/channel.py",)
 StepEntry = tuple[dict[str, Any], dict[str, Any] | None, Any, Any]
 
 
-def _record_nothing() -> None: ...
-
-
 def run_worker(
     end: tuple[Any, ...],
     memory: SharedMemory,
@@ -63,7 +57,7 @@ def run_worker(
     env_fns: Sequence[Callable[[], Any]],
     directory: tuple[str, str | None] | None,
     autoreset: Autoreset,
-    heads: SharedMemory | None,
+    logs: SharedMemory | None,
     initializer: Callable[[], object] | None,
 ) -> None:
     """Build environments, and execute commands until the parent closes its end.
@@ -74,7 +68,7 @@ def run_worker(
     :param env_fns: functions that build the environments
     :param directory: working directory to create, and the folder to copy to it or None. None keeps the present one
     :param autoreset: autoreset mode of the environments
-    :param heads: memory of the heads of the episode logs of the pool; None records no episodes
+    :param logs: memory of the episode logs of the pool; None records no episodes
     :param initializer: function to call first; None: nothing
     """
     if initializer is not None:
@@ -89,8 +83,8 @@ def run_worker(
         os.chdir(folder)
         os.environ["PWD"] = folder
     channel = WorkerChannel(*end)
-    head = None if heads is None else functools.partial(map_head, heads)
-    environments = WorkerEnvironments(channel.reply, memory.map, channel.cells, first, env_fns, autoreset, head)
+    log = None if logs is None else functools.partial(map_log, logs)
+    environments = WorkerEnvironments(channel.reply, memory.map, channel.cells, first, env_fns, autoreset, log)
     for name, data in channel.commands():
         environments.execute(name, data)
         if name == "close":
@@ -98,13 +92,13 @@ def run_worker(
     environments.close_open_environments()
 
 
-def map_head(memory: SharedMemory, environment: int) -> Any:
-    """Map the head of an episode log.
+def map_log(memory: SharedMemory, environment: int) -> Any:
+    """Map the memory of an episode log.
 
-    :param memory: memory of the heads of all environments of a pool
+    :param memory: memory of the logs of all environments of a pool
     :param environment: number of the environment
     """
-    return memory.map(HEAD_BYTES, environment * HEAD_BYTES)
+    return memory.map(LOG_BYTES, environment * LOG_BYTES)
 
 
 def _require_dict(info: Any, method: str) -> None:
@@ -124,8 +118,8 @@ class WorkerEnvironments:
     :param first: number of the first environment
     :param env_fns: functions that build the environments
     :param autoreset: autoreset mode of the environments, default ``SAME_STEP``
-    :param head: function that returns the memory of the head of an episode log, from the number of the environment;
-        default: record no episodes
+    :param log: function that returns the memory of an episode log, from the number of the environment; default: record
+        no episodes
     """
 
     def __init__(
@@ -136,28 +130,19 @@ class WorkerEnvironments:
         first: int,
         env_fns: Sequence[Callable[[], Any]],
         autoreset: Autoreset = Autoreset.SAME_STEP,
-        head: Callable[[int], Any] | None = None,
+        log: Callable[[int], Any] | None = None,
     ) -> None:
         self._autoreset = autoreset
         self._reset_due: set[int] = set()  # environments that their next step resets
         self._reply, self._block, self._cells, self._first = reply, block, cells, first
         self._envs: list[Any] = []
-        self._generators: list[Generators] = []
-        # Functions that are called before each reset.
-        self._write_heads: list[Callable[[], None]] = []
         processes.on_abnormal_exit(self.close_open_environments)
         for number, env_fn in enumerate(env_fns):
             self._set_phase(number, _CONSTRUCTOR)
             env = as_gymnasium_env(env_fn())
+            if log is not None and getattr(env, "records_episodes", True):
+                env = EpisodeRecorder(env, memory=log(first + number))
             self._envs.append(env)
-            if head is not None:
-                record_construction(env)
-            self._generators.append(Generators(layers_of(env)))
-            self._write_heads.append(
-                _record_nothing
-                if head is None or not getattr(env, "records_episodes", True)
-                else HeadWriter(self._generators[-1], head(first + number)).write
-            )
         self._answer(pack([(env.observation_space, env.action_space) for env in self._envs]))
 
     def _set_phase(self, number: int, phase: int) -> None:
@@ -191,26 +176,25 @@ class WorkerEnvironments:
     def _call_environment(self, number: int, name: str, argument: Any) -> bytes:
         """Call an environment, and return its pickled result or exception."""
         self._set_phase(number, PHASES.index(name))
+        env = self._envs[number]
         try:
             if name == REPEAT_EPISODE:
                 return pack(self._repeat_episode(number, argument))
-            return pack(CALLS[name](self._envs[number], argument))
+            if isinstance(env, EpisodeRecorder):
+                if name in RECORDED_CALLS:
+                    return pack(env.make_recorded_call(name, argument))
+                env = env.env
+            return pack(CALLS[name](env, argument))
         except Exception as error:
             # The environment stays usable, so the caller gets the exception and may continue.
             return pack(ExceptionRecord.from_exception(error))
 
     def _repeat_episode(self, number: int, log: Any) -> Any:
-        """Repeat a recorded episode, with observations converted as in shared memory."""
-
-        def read(observation: Any, info: Any, is_last: bool) -> tuple[Any, set[int]]:
-            for slot in self._slots[number]:
-                slot.write(observation)
-            converted = self._layout.build_observation([slot.place.copy() for slot in self._slots[number]])
-            return converted, {observation_checksum(converted)}
-
-        self._write_heads[number]()
-        restore_beginning(self._envs[number], log, self._generators[number])
-        return repeat_calls(self._envs[number], log, read=read)
+        """Repeat a recorded episode, and write its last observation to shared memory."""
+        repetition = self._envs[number].repeat(log)
+        for slot in self._slots[number]:
+            slot.write(repetition.observation)
+        return Repetition(None, repetition.first_difference)
 
     def close_open_environments(self) -> None:
         """Close the environments that are still open, ignoring errors, because this process ends."""
@@ -255,7 +239,6 @@ class WorkerEnvironments:
         self._set_phase(number, _RESET)
         self._reset_due.discard(number)
         arguments = {} if options is None else {"options": options}
-        self._write_heads[number]()
         observation, info = self._envs[number].reset(seed=seed, **arguments)
         for slot in self._slots[number]:
             slot.write(observation)
@@ -277,7 +260,6 @@ class WorkerEnvironments:
             if due and number in due:
                 due.discard(number)
                 cells[phase_at] = _RESET
-                self._write_heads[number]()
                 observation, info = env.reset()
                 _require_dict(info, "reset")
                 reward = 0.0
@@ -294,7 +276,6 @@ class WorkerEnvironments:
                         final, info = copy_output(observation), copy_output(info)
                         reward = reward if type(reward) in REWARD_KINDS else copy_output(reward)
                         cells[phase_at] = _RESET
-                        self._write_heads[number]()
                         observation, reset_info = env.reset()
                         _require_dict(reset_info, "reset")
                     elif self._autoreset is Autoreset.NEXT_STEP:

@@ -1,30 +1,28 @@
-"""Episode logs of pools: each environment's episode can be repeated from its log, in all autoreset modes."""
+"""Logs of episodes, in workers and in this process: each episode can be repeated from its log."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import pickle
 import signal
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_ext_core.errors import StorageError, WorkerError
-from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, vector_log
+from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, episode_log
 from rl_ext_core.recording.capsule import read_capsule
-from rl_ext_core.recording.memory_layout import ENDED, MemoryLayout
 from rl_ext_core.vector import SharedMemoryVectorEnv
-from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import new_cells
-from rl_ext_core.vector.worker import WorkerEnvironments
 
 ACTIONS = np.random.default_rng(0).integers(0, 2, (200, 3))
 
@@ -75,13 +73,17 @@ def step_repeatedly(envs: SharedMemoryVectorEnv) -> None:
         envs.step(np.zeros(envs.num_envs, np.int64))
 
 
-def check_repetition(log: EpisodeLog | None, observation: Any) -> None:
-    """Repeat a log in a new environment, and compare its last observation."""
+def check_repetition(log: EpisodeLog | None, observation: Any, make: Callable[[], Any] = make_env) -> EpisodeRecorder:
+    """Repeat a log in a new environment, compare its last observation, and return the environment."""
     assert log is not None
-    env = EpisodeRecorder(make_env())
+    env = EpisodeRecorder(make())
     repetition = env.repeat(pickle.loads(pickle.dumps(log)))
     assert repetition.first_difference is None
     np.testing.assert_array_equal(repetition.observation, observation)
+    again = env.episode_log()
+    assert again is not None
+    assert (again.checksums, again.generators) == (log.checksums, log.generators)
+    return env
 
 
 @pytest.mark.parametrize("mode", ["SameStep", "NextStep", "Disabled"])
@@ -220,138 +222,107 @@ class Walk(gymnasium.Env[Any, Any]):
         self.place += by
 
     def step(self, action: Any) -> Any:
-        self.place += float(action.sum()) * self.scale
+        self.place += sum(float(torch.as_tensor(part).detach().sum()) for part in action) * self.scale
         draw = self.np_random.random()
         self.was_real_done = draw < 0.2
         return self.observe(), 0.0, draw < 0.4, False, {}
 
 
-def seeded_walk(size: int) -> Any:
-    """Return an environment whose generator is that of its reference before the first seed."""
-    walk = Walk(size)
-    walk.np_random = np.random.default_rng(5)
-    return walk
+ACTION_KINDS: dict[str, Callable[[float], Any]] = {
+    "arrays": lambda value: np.full(2, value, np.float32),
+    "other dtypes": lambda value: np.full(2, value),
+    "tuples": lambda value: (np.full(2, value),),
+    "lists": lambda value: [value],
+    "tensors": lambda value: torch.full((2,), value, requires_grad=True) * 1,
+}
 
 
-class InThisProcess:
-    """A worker without a process, its log, and a recorder for each environment as reference."""
-
-    def __init__(self, mode: Autoreset, size: int) -> None:
-        walk = Walk(size)
-        self.mode, self.layout = mode, MemoryLayout.from_spaces(2, walk.observation_space, walk.action_space)
-        self.block, heads = bytearray(self.layout.size), [bytearray(vector_log.HEAD_BYTES) for _ in range(2)]
-        self.worker = WorkerEnvironments(
-            lambda message: None,
-            lambda size: self.block,
-            new_cells(),
-            0,
-            [lambda: seeded_walk(size)] * 2,
-            mode,
-            heads.__getitem__,
-        )
-        self.worker.execute("map", self.layout)
-        delay = {Autoreset.SAME_STEP: 0, Autoreset.NEXT_STEP: 1}.get(mode)
-        self.log = vector_log.VectorLog(heads, self.block, self.layout, reset_delay=delay, ended=ENDED)
-        self.recorders = [EpisodeRecorder(seeded_walk(size)) for _ in range(2)]
-        self.due: set[int] = set()
-
-    def reset(self, seeds: list[int | None], number: int | None, place: float | None) -> None:
-        """Reset one environment or both."""
-        options = None if place is None else {"place": np.array([place])}
-        requests = [(seed, options) if number in (None, n) else None for n, seed in enumerate(seeds)]
-        for n, request in enumerate(requests):
-            if request is not None:
-                arguments = {"seed": request[0]} if options is None else {"seed": request[0], "options": options}
-                self.log.begin_reset(n, arguments)
-                self.recorders[n].reset(**arguments)
-                self.due.discard(n)
-        self.worker.execute("reset", requests)
-        self.log.end()
-
-    def call(self, number: int, name: str, data: Any) -> None:
-        """Call an environment."""
-        self.log.begin_call(number, name, data)
-        self.worker.execute(name, [(number, data)])
-        self.log.end()
-        self.recorders[number].make_recorded_call(name, data)
-
-    def step(self, actions: Any, *, shared: bool) -> None:
-        """Step both environments."""
-        if shared:
-            self.layout.arrays(self.block)["action"][...] = actions
-        self.log.begin_step(*([] if shared else [list(actions)]))
-        self.worker.execute("step", None if shared else list(actions))
-        self.log.end()
-        for number, (recorder, action) in enumerate(zip(self.recorders, actions, strict=True)):
-            if number in self.due:
-                self.due.discard(number)
-                recorder.reset()
-            elif recorder.step(action)[2]:
-                if self.mode is Autoreset.SAME_STEP:
-                    recorder.reset()
-                elif self.mode is Autoreset.NEXT_STEP:
-                    self.due.add(number)
-
-    def check(self) -> None:
-        """Compare the logs with those of the recorders."""
-        for number, recorder in enumerate(self.recorders):
-            found, expected = self.log.episode_log(number), recorder.episode_log()
-            assert (found is None) == (expected is None)
-            if found is None or expected is None:
-                continue
-            assert (found.generators, found.settings) == (expected.generators, expected.settings)
-            np.testing.assert_equal(found.calls, expected.calls)
-            assert len(found.checksums) == len(expected.checksums)
-            for (name, _), one, other in zip(found.calls, found.checksums, expected.checksums, strict=True):
-                # The observation of the reset has replaced that of the step.
-                assert one == other or (one is None and name == "step" and self.mode is Autoreset.SAME_STEP)
-
-
-@settings(max_examples=60, deadline=None)
-@given(mode=st.sampled_from(Autoreset), size=st.sampled_from([1, 3, 600]), data=st.data())
-def test_logs_of_workers_equal_those_of_recorders(mode: Autoreset, size: int, data: st.DataObject) -> None:
-    with mock.patch.object(vector_log, "_TRIM", 5):
-        pair = InThisProcess(mode, size)
-        pair.reset([0, 1], None, None)
-        for operation in data.draw(
-            st.lists(st.sampled_from(["step"] * 8 + ["reset", "set_attr", "env_method", "check"]))
-        ):
-            if operation == "step":
-                seed, shared = data.draw(st.integers(0, 9)), data.draw(st.booleans())
-                pair.step(np.random.default_rng(seed).normal(size=(2, 2)).astype(np.float32), shared=shared)
-            elif operation == "reset":
-                seeds = data.draw(st.lists(st.none() | st.integers(0, 3), min_size=2, max_size=2))
-                pair.reset(seeds, data.draw(st.sampled_from([None, 0, 1])), data.draw(st.none() | st.just(2.0)))
-            elif operation == "set_attr":
-                pair.call(data.draw(st.integers(0, 1)), "set_attr", ("scale", float(data.draw(st.integers(0, 3)))))
-            elif operation == "env_method":
-                pair.call(data.draw(st.integers(0, 1)), "env_method", ("shift", (1.5,), {}))
-            else:
-                pair.check()
-        pair.check()
-
-
-@pytest.mark.parametrize("limit", ["steps", "bytes"])
-def test_environment_that_never_ends_takes_limited_memory(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vector_log, "_TRIM", 5)
-    if limit == "steps":
-        monkeypatch.setattr(vector_log, "MAX_STEPS", 30)
+def fill(action: Any) -> None:
+    """Change an action that was recorded."""
+    if isinstance(action, list):
+        action[0] = 7.0
     else:
-        monkeypatch.setattr(vector_log, "_MAX_BYTES", 30 * 400)
-    pair = InThisProcess(Autoreset.DISABLED, 1)
-    pair.reset([0, 1], None, None)
-    for number in range(100):
-        pair.step(np.zeros((2, 2), np.float32), shared=number % 2 == 0)
-        if number % 7 == 6:
-            pair.call(1, "set_attr", ("was_real_done", True))
-            pair.reset([None, None], 1, None)
-        if number < 10:
-            pair.check()
-        pair.call(0, "env_method", ("shift", (1.0,), {}))
-        assert len(pair.log._rows) <= 40
-    assert pair.log.episode_log(0) is None
-    assert len(pair.log._episodes[0].events) <= 40
-    assert pair.log.episode_log(1) is not None
+        array = action[0] if isinstance(action, tuple) else action
+        (array.detach() if isinstance(array, torch.Tensor) else array)[:] = 7
+
+
+@settings(max_examples=80, deadline=None)
+@given(size=st.sampled_from([1, 3, 3000]), data=st.data())
+def test_episodes_of_recorders_are_repeated(size: int, data: st.DataObject) -> None:
+    make = functools.partial(Walk, size)
+    env = EpisodeRecorder(make())
+    observation = env.reset(seed=0)[0]
+    for operation in data.draw(st.lists(st.sampled_from(["step"] * 8 + ["reset", "set", "call", "repeat", "copy"]))):
+        value = float(data.draw(st.integers(0, 3)))
+        if operation == "step":
+            action = ACTION_KINDS[data.draw(st.sampled_from(list(ACTION_KINDS)))](value)
+            observation = env.step(action)[0]
+            fill(action)
+        elif operation == "reset":
+            options = {"place": np.array([value])}
+            arguments = data.draw(st.sampled_from([{}, {"seed": 1}, {"seed": 2, "options": options}]))
+            observation = env.reset(**arguments)[0]
+            options["place"][:] = 7
+        elif operation == "set":
+            env.set_wrapper_attr("scale", value)
+        elif operation == "call":
+            env.get_wrapper_attr("shift")(value)
+        elif operation == "repeat" and env.episode_log() is not None:
+            env = check_repetition(env.episode_log(), observation, make)
+        elif operation == "copy":  # which records from its next reset
+            env = deepcopy(env)
+            assert env.episode_log() is None
+            env.unwrapped.was_real_done = True  # otherwise the reset depends on earlier steps
+            observation = env.reset()[0]
+    if (log := env.episode_log()) is not None:
+        check_repetition(log, observation, make)
+        if log.steps:
+            log.checksums[-1 if log.calls[-1][0] == "step" else 0] ^= 1  # type: ignore[operator]
+            assert EpisodeRecorder(make()).repeat(log).first_difference is not None
+
+
+@pytest.mark.parametrize("make_action", [lambda number: np.zeros(2, np.float32), lambda number: [0.0] * 100])
+def test_environment_that_never_ends_takes_limited_memory(make_action: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episode_log, "LOG_BYTES", 1 << 16)
+    monkeypatch.setattr(episode_log, "_TABLE_BYTES", 300 * 32)
+    env = EpisodeRecorder(Walk(1))
+    for n_steps, is_recorded in ((30, True), (400, False), (30, True)):
+        env.unwrapped.was_real_done = True
+        observation = env.reset(seed=1)[0]
+        for number in range(n_steps):
+            observation = env.step(make_action(number))[0]
+        assert (env.episode_log() is not None) == is_recorded
+    check_repetition(env.episode_log(), observation, functools.partial(Walk, 1))
+
+
+class Thing:
+    """Object without a text of its own."""
+
+
+OBSERVATIONS: dict[str, Any] = {
+    "object": Thing,
+    "function": lambda: lambda: 1,
+    "tensor": lambda: torch.zeros(2),
+    "tensor with a gradient": lambda: torch.zeros(2, requires_grad=True) * 2,
+    "dict of tensors": lambda: {"a": torch.zeros(2, requires_grad=True), 1: np.zeros(2)},
+    "bfloat16": lambda: (torch.zeros(2, dtype=torch.bfloat16), "text"),
+    "sparse tensor": lambda: torch.zeros(2, 2).to_sparse(),
+    "set": lambda: {1},
+}
+
+
+@pytest.mark.parametrize("kind", OBSERVATIONS)
+def test_observations_of_any_class_are_recorded(kind: str) -> None:
+    class Special(Walk):
+        def observe(self) -> Any:
+            return OBSERVATIONS[kind]()
+
+    env = EpisodeRecorder(Special(1))
+    env.reset(seed=1)
+    env.step(np.zeros(2, np.float32))
+    log = env.episode_log()
+    assert log is not None
+    assert EpisodeRecorder(Special(1)).repeat(log).first_difference is None
 
 
 def test_caller_may_change_options_and_arguments_later() -> None:
@@ -427,7 +398,6 @@ def test_call_that_raised_ends_the_log_until_the_next_reset() -> None:
 def test_copied_recorder_records_its_own_environment() -> None:
     env = EpisodeRecorder(make_env())
     env.reset(seed=0)
-    env.reset()
     twin = deepcopy(env)
     first, *_ = twin.step(1)
     twin.reset()
