@@ -30,6 +30,7 @@ from rl_ext_core.errors import (
     NotCopyableError,
     WorkerError,
 )
+from rl_ext_core.recording.episode_log import LogMemory
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.vec_checks import FAST, no_workers
 from tests.sb3_ext.vec_test_envs import Counting, Failing, Informing, RandomEnv, Returning, Unpicklable
@@ -296,3 +297,22 @@ def test_more_workers_than_open_file_limit_allows_are_refused(monkeypatch: pytes
     venv = SharedMemoryVecEnv([Counting] * 4, n_workers=3)
     venv.reset()
     venv.close()
+
+
+class Overwriting(Counting):
+    """Environment that writes to wrong addresses, and dies."""
+
+    def step(self, action: Any) -> Any:
+        for found in gc.get_objects():
+            if isinstance(found, LogMemory):
+                found.memory[found._data_start : found._data_start + 1000] = b"?" * 1000
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_a_damaged_log_does_not_hide_the_failure() -> None:
+    venv = SharedMemoryVecEnv([Counting, Overwriting], start_method=FAST)
+    venv.reset()
+    with expect_failure() as found:
+        venv.step(ACTIONS[:2])
+    assert "killed by SIGSEGV" in str(found.value)
+    assert "cannot be replayed, because its log is damaged" in str(found.value)

@@ -576,7 +576,11 @@ class Pool:
     def _record_crash(self, error: WorkerError) -> None:
         """Write a capsule of a failure, and add its path to the error text, if the episode is recorded."""
         environment = error.notes["environment"]
-        log = self._logs[environment].read() if self._logs else None
+        try:
+            log = self._logs[environment].read() if self._logs else None
+        except Exception as unreadable:  # a worker that wrote to wrong addresses before it died
+            error.args = (f"{error}\nIts episode cannot be replayed, because its log is damaged ({unreadable!r})",)
+            return
         phase = PHASES[self.worker_by_env[environment].cells[Cell.PHASE]] if log is not None else ""
         if log is None or phase not in ("reset", "step", *RECORDED_CALLS):
             return
