@@ -309,7 +309,7 @@ def test_lines_of_the_guide_repeat_a_crash(seed: int | None, failing: Any, tmp_p
     np.testing.assert_array_equal(
         np.load("episode.npz")["actions"], [data for name, data in log.calls if name == "step"]
     )
-    names = {"make_env": lambda: EpisodeRecorder(build(kind="exception"))}
+    names = {"make_my_env": lambda: EpisodeRecorder(build(kind="exception"))}
     with pytest.raises(ArithmeticError):
         exec(code, names)
     repeated = names["env"].episode_log()  # type: ignore[attr-defined]

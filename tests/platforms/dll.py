@@ -122,7 +122,7 @@ def _check_error_of_dying_worker(action: int, how: str) -> None:
     """Let one worker die in a step, and check that the error names how."""
     from sb3_ext import make_vec_env
 
-    vec_env = make_vec_env(Simulator, 2, isolation="process")
+    vec_env = make_vec_env(Simulator, 2, isolation="process", recorder=False)
     vec_env.reset()
     vec_env.step(np.array([NOTHING, NOTHING]))
     expect_error(WorkerError, f", in step: {how}", functools.partial(vec_env.step, np.array([NOTHING, action])))

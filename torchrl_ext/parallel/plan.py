@@ -226,10 +226,10 @@ def _overrides_of(item: Any, sources: list[Any], overrides: Any) -> Any:
 
 def _refuse_wrapper_options(factories: Sequence[EnvFactory[Any]]) -> None:
     """Refuse overrides of options of TorchRL's wrapper in an instance, which has made its specs from them."""
-    wrapper = split_transforms(factories[0].instance)[1]
-    if not isinstance(wrapper, UpstreamGymWrapper):
+    changed = [factory for factory in factories if factory.overrides]
+    if not changed or not isinstance(wrapper := split_transforms(factories[0].instance)[1], UpstreamGymWrapper):
         return
-    for factory in factories:
+    for factory in changed:
         if refused := sorted(vars(wrapper).keys() & factory.overrides):
             raise InvalidArgumentError(
                 f"overrides={dict(factory.overrides)!r} set {refused[0]} of {type(wrapper).__name__}: expected "
