@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
+from gymnasium import spaces
 from gymnasium.envs.classic_control import CartPoleEnv
 from torchrl.envs import GymEnv, GymWrapper, ParallelEnv
 
 import torchrl_ext
 from benchmarks.measure import time_in_turns
 from benchmarks.processes import cpu_s, descendants_of, private_mib, proportional_mib
+from tests.torchrl_ext.parallel_environments import NativeEnv
 
 ROLLOUT = 20
 SPIN_S = 0.002
@@ -152,18 +155,41 @@ def _read_events(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
-def steps(kind: str, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds per step of rollouts with two workers, by competitor and round."""
-    cls, length = (CartPoleEnv, 200) if kind == "CartPole" else (BusyCartPole, 50)
+class Images(gymnasium.Env[Any, Any]):
+    """Environment of images that takes no time."""
+
+    observation_space, action_space = spaces.Box(0, 255, (84, 84, 3), np.uint8), spaces.Discrete(4)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.image = np.zeros((84, 84, 3), np.uint8)
+        return self.image, {}
+
+    def step(self, action: Any) -> Any:
+        return self.image, 1.0, False, False, {}
+
+
+# Environments of "steps", and the length of their rollouts.
+KINDS: dict[str, tuple[Callable[[], Any], int]] = {
+    "CartPole": (CartPoleEnv, 200),
+    "busy": (BusyCartPole, 50),
+    "images": (Images, 200),
+    "TorchRL": (NativeEnv, 200),
+}
+
+
+def steps(kind: str, rounds: int, workers: int = 2, start_method: str = "spawn") -> dict[str, list[float]]:
+    """Return the seconds per step of rollouts, by competitor and round."""
+    cls, length = KINDS[kind]
 
     def make_env() -> Any:
         """Make the wrapped environment to copy."""
-        return GymWrapper(cls())
+        return cls() if kind == "TorchRL" else GymWrapper(cls())
 
     envs = {
-        "TorchRL": ParallelEnv(2, make_env, mp_start_method="spawn"),
-        "ours": torchrl_ext.ParallelEnv(2, make_env),
-        "ours, an instance": torchrl_ext.ParallelEnv(2, cls()),
+        "TorchRL": ParallelEnv(workers, make_env, mp_start_method=start_method),
+        "ours": torchrl_ext.ParallelEnv(workers, make_env),
+        "ours, an instance": torchrl_ext.ParallelEnv(workers, cls()),
     }
 
     def make_rollout(env: Any) -> Callable[[], object]:

@@ -1,6 +1,7 @@
 """``torchrl_ext.ParallelEnv`` against TorchRL's ``ParallelEnv`` with spawn, its default.
 
-    python -m benchmarks.parallel_env [start many twenty built steps failures meltingpot] [--rounds 3] [--workers 4]
+    python -m benchmarks.parallel_env [start many twenty built steps rates failures meltingpot] [--rounds 3]
+        [--workers 4]
 
 TorchRL's class gets a lambda, as its documentation recommends. This package's class gets the environment itself. Every
 start is measured in a fresh process. The first start also starts a fork server, and tests a copy of the environment in
@@ -32,6 +33,7 @@ LIBRARIES = ("TorchRL", "ours")
 MELTINGPOT = Path(".venv-meltingpot/bin/python")
 CPU_TARGET, MEMORY_TARGET, SPEED_TARGET = 15, 8, 0.95
 MANY, MANY_TARGET_MIB = 32, 2500 * 1e6 / 2**20
+RATE_TARGETS = {"CartPole": 4, "images": 3, "TorchRL": 2.5}
 TWENTY_TARGETS_S = {"CartPole-v1": 1.5, "Ant-v5": 2.0}
 LIMIT_S = 60
 WIDTH = 52
@@ -161,6 +163,19 @@ def steps(rounds: int, workers: int) -> None:
             print_row(f"{label}, {form}", *columns, verdict=format_ratio(ratio, SPEED_TARGET))
 
 
+def rates(rounds: int, workers: int) -> None:
+    """Measure steps per second of all workers, against TorchRL's class with fork."""
+    print(f"\nsteps per second of {workers} workers, {10 * rounds} rounds, against TorchRL's with fork")
+    print_row("", *LIBRARIES)
+    for kind, target in RATE_TARGETS.items():
+        found = run_once("steps", kind, 10 * rounds, workers, "fork")
+        seconds = {name: np.array(column) for name, column in found.items()}
+        ratios = seconds["TorchRL"] / seconds["ours, an instance"]
+        columns = (f"{workers / np.median(seconds[name]):,.0f}" for name in ("TorchRL", "ours, an instance"))
+        low, high = np.percentile(ratios, [10, 90])
+        print_row(kind, *columns, verdict=f"{format_ratio(float(np.median(ratios)), target)} [{low:.1f}, {high:.1f}]")
+
+
 def failures(rounds: int, workers: int) -> None:
     """Measure seconds from a worker's failure to the exception, and print its first line."""
     print("\nseconds from a worker's failure to the exception, and its first line")
@@ -207,7 +222,7 @@ def meltingpot_table(found: Mapping[str, Sequence[Any]]) -> None:
 
 
 PARTS: dict[str, Callable[[int, int], None]] = {
-    part.__name__: part for part in (start, many, twenty, built, steps, failures, meltingpot)
+    part.__name__: part for part in (start, many, twenty, built, steps, rates, failures, meltingpot)
 }
 
 

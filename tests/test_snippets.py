@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -126,5 +127,6 @@ def test_blocks_run(page: Path, tmp_path: Path) -> None:
     code = "\n".join([PRELUDE, OF_PAGE.get(page.stem, ""), *blocks])
     file = tmp_path / "page.py"
     file.write_text(code)
-    done = programs.run(code, "sb3", file=file, cwd=tmp_path)
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}  # for SB3's logs
+    done = programs.run(code, "sb3", file=file, cwd=tmp_path, environ=environ)
     assert done.returncode == 0, done.stderr[-3000:]

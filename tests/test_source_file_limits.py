@@ -54,11 +54,11 @@ if __name__ == "__main__":
 @pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize(
     # The present numbers of files. Two of ParallelEnv are the pool that VecEnvs have, too. Four record the state at
-    # construction, which resume() needs.
+    # construction, which resume() needs, and one has the memory of the episode's log.
     ("imports", "call", "most"),
     [
         ("from torchrl_ext import ParallelEnv", "ParallelEnv(2, env)", 28),
-        ("from sb3_ext import make_vec_env", 'make_vec_env("CartPole-v1", 2)', 27),
+        ("from sb3_ext import make_vec_env", 'make_vec_env("CartPole-v1", 2)', 28),
         ("from sb3_ext import make_vec_env", "make_vec_env(Shared, 2)", 27),
     ],
     ids=["ParallelEnv", "make_vec_env, in process", "make_vec_env, in workers"],

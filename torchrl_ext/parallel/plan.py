@@ -100,7 +100,9 @@ class WorkerPlan:
             if self.source is None:  # the workers compare the others with the first one
                 if found is None and examination is not None and not bound[0].overrides:
                     found = examination.read
-                found = self._examine(bound[0]) if found is None else found
+                if found is None or bound[0].decision is not None:  # which may conflict with imported renderers
+                    read = self._examine(bound[0])
+                    found = read if found is None else found
                 self.source = GymSource(found) if isinstance(found, tuple) else found
             factories |= {number: bound[number] for number, other in enumerate(sources) if other is item}
         self.seeds = _worker_seeds(seed, num_workers)  # for_workers() has checked the seed
