@@ -26,7 +26,6 @@ from torchrl.envs import GymEnv, GymWrapper, ParallelEnv
 import torchrl_ext
 from benchmarks.measure import time_in_turns
 from benchmarks.processes import cpu_s, descendants_of, private_mib, proportional_mib
-from tests.torchrl_ext.parallel_environments import NativeEnv
 
 ROLLOUT = 20
 SPIN_S = 0.002
@@ -169,12 +168,19 @@ class Images(gymnasium.Env[Any, Any]):
         return self.image, 1.0, False, False, {}
 
 
+def make_native_env() -> Any:
+    """Make an environment of TorchRL."""
+    from tests.torchrl_ext.parallel_environments import NativeEnv  # here, because all workers repeat imports at the top
+
+    return NativeEnv()
+
+
 # Environments of "steps", and the length of their rollouts.
 KINDS: dict[str, tuple[Callable[[], Any], int]] = {
     "CartPole": (CartPoleEnv, 200),
     "busy": (BusyCartPole, 50),
     "images": (Images, 200),
-    "TorchRL": (NativeEnv, 200),
+    "TorchRL": (make_native_env, 200),
 }
 
 

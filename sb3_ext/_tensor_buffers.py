@@ -17,6 +17,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.vector.array_frameworks import leaves, map_arrays, to_numpy
+from rl_ext_core.vector.environments import check_count
 from sb3_ext._tensor_vec_env import copy_to_array, map_data
 from sb3_ext._vector_steps import TensorInfos, expand, torch_dtype
 
@@ -325,6 +326,7 @@ class TensorReplayBuffer(ReplayBuffer):
     :param max_bytes: limit of the memory of all transitions in bytes, which lowers ``buffer_size`` if need be
     :param args, kwargs: see ``ReplayBuffer``; ``optimize_memory_usage`` is not supported
     :raises InvalidArgumentError: If ``optimize_memory_usage`` is set, or ``max_bytes`` is less than a step needs.
+    :raises InvalidTypeError: If ``max_bytes`` is not a whole number.
     :raises OutOfMemoryError: If the observations do not fit; in :meth:`add`, if ``max_bytes`` is set and episodes are
         shorter than 8 steps on average.
     """
@@ -365,7 +367,7 @@ class TensorReplayBuffer(ReplayBuffer):
         dtype = torch_dtype(np.dtype(self._maybe_cast_dtype(action_space.dtype)))
         size = max(buffer_size // n_envs, 1)
         if max_bytes is not None:
-            size = min(size, self._count_steps(max_bytes, self.action_dim * dtype.itemsize))
+            size = min(size, self._count_steps(check_count("max_bytes", max_bytes), self.action_dim * dtype.itemsize))
         self.buffer_size = size
         self.observations = _zeros(observation_space, self.device, size, n_envs)
         self._last = _LastObservations(self.observations, is_limited=max_bytes is not None)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stable_baselines3.common.buffers import BaseBuffer, DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 
-from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from sb3_ext.tensor import TensorReplayBuffer
 
 BOX = spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -140,6 +140,8 @@ def test_max_bytes_is_kept(space: spaces.Space[Any], n_envs: int, max_bytes: int
 def test_max_bytes_refuses_what_does_not_fit() -> None:
     with pytest.raises(InvalidArgumentError, match=r"max_bytes=50 .* Use max_bytes=\d+"):
         TensorReplayBuffer(1000, BOX, ACTIONS, "cpu", 2, max_bytes=50)
+    with pytest.raises(InvalidTypeError, match="max_bytes='8GB' must be a whole number"):
+        TensorReplayBuffer(1000, BOX, ACTIONS, "cpu", 2, max_bytes="8GB")
     buffer = TensorReplayBuffer(1000, BOX, ACTIONS, "cpu", 2, max_bytes=10_000)
 
     def add_until_full() -> None:

@@ -19,12 +19,11 @@ from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
 from rl_ext_core.frames.checkpoint import checksum, format_error
 from rl_ext_core.frames.log_folder import MANIFEST, as_corrupt_file, replacing
-from torchrl_ext.frame_storage.format import describe_rows, rebuild
+from torchrl_ext.frame_storage.format import ALIGNMENT, align, describe_rows, rebuild
 
 FORMAT = 6
 _FILE = "frames.bin"
 _LENGTH_DIGITS = 16
-_ALIGNMENT = 64  # bytes
 _ARRAY = "\0array"  # key of the description of an array, which no element has
 
 
@@ -128,7 +127,7 @@ def prepare_contents(storage: Any) -> Callable[[BinaryIO], None]:
         if not isinstance(tree, np.ndarray):
             return tree
         arrays.append(np.ascontiguousarray(tree))
-        start, end = end, end + -(-tree.nbytes // _ALIGNMENT) * _ALIGNMENT
+        start, end = end, end + align(tree.nbytes)
         return {_ARRAY: [start, tree.dtype.str, list(tree.shape)]}
 
     header = place({**fields, "leaves": leaves})
@@ -139,7 +138,7 @@ def prepare_contents(storage: Any) -> Callable[[BinaryIO], None]:
         file.write(f"{len(text):{_LENGTH_DIGITS}}".encode() + text)
         for array in [*arrays, np.zeros(0)]:
             run_pending_handlers()
-            file.write(bytes(-file.tell() % _ALIGNMENT))
+            file.write(bytes(-file.tell() % ALIGNMENT))
             file.write(array.reshape(-1).view(np.uint8).data)
 
     return write
@@ -157,7 +156,7 @@ def read_contents(memory: Any, source: Any) -> tuple[Any, list[dict[str, Any]], 
     header = json.loads(memory[_LENGTH_DIGITS:start].tobytes())
     if header["format"] != FORMAT:
         raise format_error(source, header["format"], FORMAT)
-    start += -start % _ALIGNMENT
+    start = align(start)
 
     def restore(tree: Any) -> Any:
         """Replace descriptions of arrays by the arrays, without copies."""
@@ -171,15 +170,8 @@ def read_contents(memory: Any, source: Any) -> tuple[Any, list[dict[str, Any]], 
         return np.ndarray(tuple(shape), np.dtype(dtype), memory.data, start + offset)
 
     expected, leaves = header.pop("checksum"), restore(header["leaves"])
-    if expected != checksum([header, leaves]) or len(memory) % _ALIGNMENT:
+    if expected != checksum([header, leaves]) or len(memory) % ALIGNMENT:
         raise CorruptFileError(f"{source} is damaged: its checksum does not match its contents; restore it from a copy")
     remaining = iter(leaves)
-
-    def next_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a copy of the next leaf."""
-        contents = np.array(next(remaining))
-        return (
-            torch.from_numpy(contents).view(dtype).reshape(shape) if contents.size else torch.empty(shape, dtype=dtype)
-        )
-
-    return rebuild(header["rows"], next_tensor), restore(header["frames"]), header["len"]
+    rows = rebuild(header["rows"], lambda n_bytes: np.array(next(remaining)))
+    return rows, restore(header["frames"]), header["len"]

@@ -25,11 +25,10 @@ from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
 from rl_ext_core.frames.shared_memory import MemoryFile
 from rl_ext_core.frames.store import SalvageReport
 from torchrl_ext.frame_storage.columns import FrameColumn
-from torchrl_ext.frame_storage.format import describe_rows, rebuild
+from torchrl_ext.frame_storage.format import ALIGNMENT, align, describe_rows, rebuild
 
 _logger = logging.getLogger("torchrl_ext")
 
-_ALIGNMENT = 64  # bytes
 _STORAGE_ARGUMENTS = ("max_size", "ndim", "pixels")
 
 
@@ -69,11 +68,6 @@ class Marks:
         self._numbers[:] = length, next_row
 
 
-def _align_bytes(size: int) -> int:
-    """Round a number of bytes up."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 def create_elements(folder: LogFolder, columns: list[FrameColumn], rows: Any) -> None:
     """Create the files of a new folder for elements like ``rows``.
 
@@ -90,7 +84,7 @@ def create_elements(folder: LogFolder, columns: list[FrameColumn], rows: Any) ->
         )
     kinds = [{**column.kind, "settings": column.table.part.settings} for column in columns]
     description, tensors = describe_rows(rows, values=False)
-    n_bytes = _ALIGNMENT + sum(_align_bytes(tensor.nbytes) for tensor in tensors)
+    n_bytes = ALIGNMENT + sum(align(tensor.nbytes) for tensor in tensors)
     folder.segments(new=True)
     folder.use({"columns": kinds, "elements": description, "n_bytes": n_bytes, "n_rows": len(rows)})
 
@@ -105,14 +99,13 @@ def map_elements(folder: LogFolder) -> tuple[TensorDict, Marks]:
     with as_corrupt_file(f"{folder.path} is"):
         memory = folder.array("elements", (folder.settings["n_bytes"],), np.uint8)
 
-        def next_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-            """Return the next leaf, without a copy."""
+        def next_bytes(n_bytes: int) -> npt.NDArray[np.uint8]:
+            """Return the bytes of the next leaf, without a copy."""
             nonlocal start
-            part = memory[start:][: math.prod(shape) * dtype.itemsize]
-            start += _align_bytes(part.size)
-            return torch.from_numpy(part).view(dtype).reshape(shape) if part.size else torch.empty(shape, dtype=dtype)
+            begin, start = start, start + align(n_bytes)
+            return memory[begin : begin + n_bytes]
 
-        rows = rebuild(folder.settings["elements"], next_tensor).lock_()
+        rows = rebuild(folder.settings["elements"], next_bytes).lock_()
         return rows, Marks(folder.array("marks", (Marks.n_bytes(folder.settings["n_rows"]),), np.uint8))
 
 

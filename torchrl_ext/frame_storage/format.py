@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, is_non_tensor
 
 from rl_ext_core.errors import InvalidTypeError
 
+ALIGNMENT = 64  # of arrays in files, in bytes
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -63,20 +67,29 @@ def describe_rows(rows: Any, *, values: bool) -> tuple[dict[str, Any], list[torc
     return describe(rows, ()), tensors
 
 
-def rebuild(description: Any, tensor_of: Callable[[torch.dtype, tuple[int, ...]], torch.Tensor]) -> Any:
+def align(n_bytes: int) -> int:
+    """Round a number of bytes up."""
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def rebuild(description: Any, next_bytes: Callable[[int], npt.NDArray[np.uint8]]) -> Any:
     """Build a TensorDict from its description. If that is damaged, any exception may be raised.
 
     :param description: Result of :func:`describe_rows`.
-    :param tensor_of: Function of a dtype and a shape that returns the next one of the tensors.
+    :param next_bytes: Function of a number of bytes that returns those of the next one of the tensors.
     """
     if "values" in description:
         return NonTensorStack.from_list(_require_plain(description["values"], "values"))
     if "entries" not in description:
-        return tensor_of(dtype_from_name(description["dtype"]), _require_shape(description["shape"]))
+        dtype, shape = dtype_from_name(description["dtype"]), _require_shape(description["shape"])
+        contents = next_bytes(math.prod(shape) * dtype.itemsize)
+        if 0 in shape:  # a view of nothing has no other dtype
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_numpy(contents).view(dtype).reshape(shape)
     batch_size, names = list(_require_shape(description["batch_size"])), description.get("names")
     rows = TensorDict({}, batch_size=batch_size, names=names, device="cpu")
     for key, part in description["entries"].items():
-        rows.set(key, rebuild(part, tensor_of))
+        rows.set(key, rebuild(part, next_bytes))
     return rows
 
 

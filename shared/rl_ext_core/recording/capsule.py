@@ -264,10 +264,10 @@ def _write_archive(path: Path, about: dict[str, Any], log: EpisodeLog, factory_p
     """Write the file of a capsule, which appears when it is complete."""
     values = log.generators, log.settings, log.calls, log.checksums
     packed = pickle_value(values)
-    if not packed or _load_plain(packed) is None:
-        packed = _pickle.dumps(values)  # classes of the script by value
-    entries = {_LOG: packed} | ({} if factory_pickle is None else {_FACTORY: factory_pickle})
-    code = [name for name, data in entries.items() if name == _FACTORY or _load_plain(data) is None]
+    is_plain = bool(packed) and _load_plain(packed) is not None
+    entries = {_LOG: packed if is_plain else _pickle.dumps(values)}  # classes of the script by value
+    entries |= {} if factory_pickle is None else {_FACTORY: factory_pickle}
+    code = [name for name in entries if name == _FACTORY or not is_plain]
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -98,7 +98,6 @@ class Pool:
     :ivar spaces: observation space and action space
     :ivar layout: layout of the shared arrays
     :ivar options, autoreset: as given
-    :ivar log: log of the episodes; None: they are not recorded
     :ivar has_unread_answers: whether workers may still send answers
     :ivar arrays: shared arrays by name: the last observations, rewards and flags, and the next actions
     :ivar step_start: time when the last step began, from ``time.perf_counter()``
@@ -659,9 +658,8 @@ class Pool:
             worker.receive()
             return worker.answer and self._exception_error(worker, worker.answer[0], "close", worker.answer[1])
         error = self._group_error([other for other in self.workers if other.watch is worker.watch])
-        return (
-            error if error.phase in ("close", "start", "idle") else None
-        )  # as of a worker that was killed before it closed
+        # The last two are those of a worker that was killed before it closed.
+        return error if error.phase in ("close", "start", "idle") else None
 
     def _warn_of_slow_close(self, environment: int, where: str, begin: float) -> None:
         """Warn that closing an environment exceeded its time limit."""
