@@ -397,7 +397,10 @@ def _build_vec_env(
 
 
 class InProcessVecEnv(DummyVecEnv):
-    """``DummyVecEnv`` whose steps take less time: it copies results without ``copy.deepcopy`` where it can."""
+    """``DummyVecEnv`` whose steps take less time: it copies results without ``copy.deepcopy`` where it can.
+
+    As in workers, environments may write to their actions, and reset what they returned.
+    """
 
     def step_wait(self) -> Any:
         """Step all environments, and return copies of the results."""
@@ -405,19 +408,26 @@ class InProcessVecEnv(DummyVecEnv):
             self.buf_rews,
             self.buf_dones,
             self.buf_infos,
-            self.actions,
+            copy_output(self.actions),
             self._save_obs,
         )
         for index, env in enumerate(self.envs):
-            observation, rewards[index], terminated, truncated, infos[index] = env.step(actions[index])
-            info = infos[index]
+            observation, rewards[index], terminated, truncated, info = env.step(actions[index])
+            infos[index] = info = copy_output(info)
             info["TimeLimit.truncated"] = truncated and not terminated
             dones[index] = terminated or truncated
             if dones[index]:
-                info["terminal_observation"] = observation
-                observation, self.reset_infos[index] = env.reset()
+                info["terminal_observation"] = copy_output(observation)
+                observation, reset_info = env.reset()
+                self.reset_infos[index] = copy_output(reset_info)
             save(index, observation)
-        return self._obs_from_buf(), rewards.copy(), dones.copy(), [*map(copy_output, infos)]
+        return self._obs_from_buf(), rewards.copy(), dones.copy(), [*infos]
+
+    def reset(self) -> Any:
+        """Reset all environments, and return a copy of the observations."""
+        observations = super().reset()
+        self.reset_infos = [*map(copy_output, self.reset_infos)]
+        return observations
 
     def _obs_from_buf(self) -> Any:
         """Return a copy of the last observations."""

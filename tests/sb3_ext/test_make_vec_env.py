@@ -101,6 +101,16 @@ class ReusedInfoEnv(ReusedArrayEnv):
         return *result, self.info if self._steps % 2 else {"n": self._steps, "mean": np.float32(0)}
 
 
+class CopiedInfoEnv(ReusedInfoEnv):
+    """ReusedInfoEnv with the results that it has when they are returned."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        return copy.deepcopy(super().reset(**kwargs))
+
+    def step(self, action: Any) -> Any:
+        return copy.deepcopy(super().step(action))
+
+
 @pytest.mark.parametrize("space", ["Box", "Dict"])
 def test_results_in_this_process_do_not_change_later(space: str) -> None:
     def keep_results(venv: VecEnv) -> list[Any]:
@@ -110,9 +120,8 @@ def test_results_in_this_process_do_not_change_later(space: str) -> None:
         venv.close()
         return found
 
-    make = functools.partial(ReusedInfoEnv, space)
-    theirs = keep_results(DummyVecEnv([make, make]))
-    ours = keep_results(AutoVecEnv([make, make], "in-process"))
+    theirs = keep_results(DummyVecEnv([functools.partial(CopiedInfoEnv, space)] * 2))
+    ours = keep_results(AutoVecEnv([functools.partial(ReusedInfoEnv, space)] * 2, "in-process"))
     assert_equal(ours, theirs)
     for mine, other in zip(ours[1:], theirs[1:], strict=True):
         assert type(mine[0] if isinstance(mine, tuple) else mine) is type(
