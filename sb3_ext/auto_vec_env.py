@@ -25,7 +25,7 @@ from rl_ext_core._environment_source import as_gymnasium_env
 from rl_ext_core._values import copy_output
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, NotCopyableError, WorkerError
 from rl_ext_core.factory import EnvFactory, as_factory
-from rl_ext_core.factory.convert import convert
+from rl_ext_core.factory.factory import convert
 from rl_ext_core.factory.record import game_of_id, spec_of_id
 from rl_ext_core.isolation import Isolation, Verdict, probe
 from rl_ext_core.recording import EpisodeRecorder

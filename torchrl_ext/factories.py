@@ -12,7 +12,7 @@ from torchrl.envs.common import EnvMetaData
 
 from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.factory import EnvFactory
-from rl_ext_core.factory.convert import convert
+from rl_ext_core.factory.factory import convert
 
 __all__ = ["PRELOAD", "adapt", "as_factory", "read_metadata"]
 

@@ -34,16 +34,19 @@ _functions: weakref.WeakValueDictionary[str, types.FunctionType] = weakref.WeakV
 _names: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDictionary()
 
 
-def dumps(value: Any, place_of: Callable[[Any], Any] | None = None) -> bytes:
+def dumps(
+    value: Any, place_of: Callable[[Any], Any] | None = None, reduce: Callable[[Any], Any] | None = None
+) -> bytes:
     """Pickle a value. Without ``place_of``, ``pickle.loads`` can load it.
 
     :param value: Any picklable value. Functions and classes are pickled by value if they are from the script, a
         notebook, or a module that a new process cannot import.
     :param place_of: Function that returns a persistent id for an object that the receiver has too, or None to pickle it
+    :param reduce: Function that returns how to build an object again, as ``__reduce__`` does, or None to pickle it
     :raises Exception: If the value cannot be pickled
     """
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = _Pickler(file, reduce)
     if place_of is not None:  # pickle calls it for every object, which is slow
         pickler.persistent_id = place_of
     with pickler.modules_by_value():
@@ -64,8 +67,9 @@ def loads(packed: bytes, find: Callable[[Any], Any]) -> Any:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickler that also pickles modules by value if the receiver cannot import them."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, reduce: Callable[[Any], Any] | None) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._reduce = reduce
         self._looked_up: set[str] = set()
         self._by_value: list[types.ModuleType] = []
 
@@ -109,6 +113,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
         The same holds for module-level functions.
         """
+        if self._reduce is not None and (reduced := self._reduce(value)) is not None:
+            return reduced
         if isinstance(value, (type, types.FunctionType, types.ModuleType)):
             self._register_unfindable(value)
         given = super().reducer_override(value)

@@ -17,7 +17,7 @@ from torchrl.envs import GymWrapper as UpstreamGymWrapper
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import EnvFactory
-from rl_ext_core.factory.convert import convert, examine_factory
+from rl_ext_core.factory.factory import convert, examine_factory
 from rl_ext_core.vector.environments import (
     Caller,
     FrameSkip,

@@ -83,7 +83,6 @@ def _print_verdict(verdict: Verdict, console: Console) -> None:
     console.print(f"{verdict.isolation.value}   (by {verdict.declared_by}, in {verdict.seconds:.2f} s)\n")
     console.print(verdict.explanation)
     facts = {
-        "build": ("{:.3f} s, imports included", verdict.build_seconds, 1),
         "step": ("{:.3f} ms", verdict.step_seconds, 1e3),
         "memory": ("{:.0f} MiB for each process", verdict.private_bytes, 2**-20),
     }

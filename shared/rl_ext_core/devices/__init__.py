@@ -9,8 +9,8 @@ error.
 
 Data passes the files in this order. ``inventory`` reads what is there. ``cuda``, ``launchers`` and ``renderers`` have
 the rules. ``decide`` makes a ``decision`` from an inventory, variables and a request, and ``apply`` sets its variables.
-``findings`` and ``doctor`` compare variables with the rules. ``verify`` compares a decision with a rendered frame, and
-``program`` plans the variables of ``rl-ext run``.
+``findings`` compares variables with the rules, and ``verify`` compares a decision with a rendered frame. The commands
+``rl-ext doctor`` and ``rl-ext run`` are in ``rl_ext_core.cli``.
 """
 
 from __future__ import annotations

@@ -35,25 +35,18 @@ _MODEL = "<mujoco><worldbody><geom size='1'/></worldbody></mujoco>"
 _IMAGE_SIZE = 64
 
 
-def query_egl() -> dict[str, Any]:
-    """Return EGL's ``devices`` without a mask, its ``error`` or None, and whether ``osmesa`` is installed."""
-    return {"osmesa": False, "devices": [], "error": None, **_run_probe("egl")}
-
-
-def query_cuda_order() -> tuple[str, ...] | None:
-    """Query CUDA for the UUIDs of all GPUs in its default order; None if CUDA does not report them."""
-    found = _run_probe("cuda").get("uuids")
-    return tuple(found) if found else None
-
-
 def query_versions(python: str) -> dict[str, str] | None:
     """Query another interpreter for the versions that :func:`read_versions` reads; None if it does not answer."""
-    answer = _run_probe("versions", python)
+    answer = run_probe("versions", python)
     return None if "error" in answer else answer
 
 
-def _run_probe(question: str, python: str | None = None) -> dict[str, Any]:
-    """Answer a question in a new process, which a driver may kill."""
+def run_probe(question: str, python: str | None = None) -> dict[str, Any]:
+    """Answer a question in a new process, which a driver may kill.
+
+    ``"egl"`` is answered by EGL's ``devices`` without a mask and whether ``osmesa`` is installed, ``"cuda"`` by the
+    ``uuids`` of all GPUs in CUDA's default order, ``"versions"`` as :func:`read_versions` does. A failure is ``error``.
+    """
     python, environ = python or sys.executable, dict(os.environ)
     options: list[str] = []
     if question != "versions":

@@ -67,10 +67,14 @@ def import_conflicts(name: str, wanted: str, needs: str = "this decision needs")
     for module, attribute in _READS_AT_IMPORT.get(name, ()):
         taken = getattr(sys.modules.get(module), attribute, wanted)
         if taken != wanted:
+            package = module.split(".")[0]
+            place = f"`import {package}`"
+            if package == "mujoco" and "torchrl" in sys.modules:
+                place = "`import torchrl`, which imports mujoco, in the script that starts the workers"
             yield (
                 BACKEND,
                 f"{module} read {BACKEND}={taken!r} when it was imported, but {needs} {wanted!r}: "
-                f"call resolve(...).apply() above {_describe_import(module.split('.')[0])}",
+                f"call resolve(...).apply() above {place}",
             )
             return
     platform = _PLATFORMS.get(type(getattr(sys.modules.get("OpenGL.platform"), "PLATFORM", None)).__name__)
@@ -80,13 +84,6 @@ def import_conflicts(name: str, wanted: str, needs: str = "this decision needs")
             f"PyOpenGL was imported for {platform}, but {needs} {wanted}: "
             f"call resolve(...).apply() above the first import of mujoco, robosuite or OpenGL",
         )
-
-
-def _describe_import(package: str) -> str:
-    """Return the import statement that loaded a package, for an error text."""
-    if package == "mujoco" and "torchrl" in sys.modules:
-        return "`import torchrl`, which imports mujoco, in the script that starts the workers"
-    return f"`import {package}`"
 
 
 def display_conflicts(name: str, wanted: int | None, needs: str = "this decision needs") -> Iterator[tuple[str, str]]:

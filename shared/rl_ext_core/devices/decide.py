@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Literal
 
 from rl_ext_core.devices import cuda, launchers, renderers
@@ -48,9 +48,6 @@ _CPU_RENDERING_HINT = 'Use render="cpu" to render on the CPU'
 
 _log = logging.getLogger("rl_ext_core.devices")
 
-# Each sentence is logged once per process, because many buffers and wrappers call resolve().
-_logged_sentences: set[str] = set()
-
 
 def resolve(
     device: str | int | torch.device = "auto",
@@ -83,9 +80,8 @@ def resolve(
         ``"mujoco"``, ``"gymnasium"`` (its MuJoCo environments), ``"dm_control"``, ``"pyrender"``, ``"sapien"`` and
         ``"mani_skill"``. For the last two, see :attr:`Decision.render_device`
     :param pick: how ``"auto"`` chooses a GPU. ``"free-memory"`` takes the one with the most free memory. ``"rank"``
-        (default) uses the first variable of ``LOCAL_RANK``, ``OMPI_COMM_WORLD_LOCAL_RANK``,
-        ``MV2_COMM_WORLD_LOCAL_RANK``, ``MPI_LOCALRANKID``, ``PMI_LOCAL_RANK`` and ``SLURM_LOCALID`` that is set, else
-        torch's current device
+        (default) uses the first variable of ``LOCAL_RANK``, ``OMPI_COMM_WORLD_LOCAL_RANK`` and ``SLURM_LOCALID`` that
+        is set, else torch's current device
     :param rank: index of this process among the training processes of this machine; replaces the launcher's variables
     :param worker: index of an environment worker; worker ``i`` takes visible GPU ``i`` modulo their number
     :param on_missing: ``"error"`` (default), or ``"cpu"`` to replace a missing GPU by the CPU with a warning
@@ -167,11 +163,10 @@ def resolve_device(
     return resolve(device, on_missing=on_missing).compute
 
 
+@cache
 def _log_once(level: int, sentence: str) -> None:
-    """Log a sentence, unless this process has logged it before."""
-    if sentence not in _logged_sentences:
-        _logged_sentences.add(sentence)
-        _log.log(level, sentence)
+    """Log a sentence once per process, because many buffers and wrappers call :func:`resolve`."""
+    _log.log(level, sentence)
 
 
 # Requests
@@ -505,7 +500,10 @@ def _decide_vulkan_rendering(
     renderer: Renderer, gpu: Gpu, machine: Machine, asked: AskedDevice, compute_decision: Decision
 ) -> Decision:
     """Decide for rendering with Vulkan, which reads no variable: the GPU's name is passed as an argument."""
-    name = renderers.vulkan_device_name(gpu, machine.visible.uuids)
+    # SAPIEN's name is a CUDA ordinal, or the address of a hidden GPU (haosulab/SAPIEN#101). It reads an address with an
+    # unknown domain as bus 0.
+    uuids = machine.visible.uuids
+    name = f"cuda:{uuids.index(gpu.uuid)}" if gpu.uuid in uuids else f"pci:{gpu.pci.removeprefix('0000:')}"
     rule = Step(f"rule of {renderer}", "device", name, gpu.uuid)
     return dataclasses.replace(
         compute_decision,

@@ -76,24 +76,12 @@ class Prediction:
     uuid: str | None = None
     with_compute: bool | None = None
 
-    @property
-    def name(self) -> str:
-        """Name of the renderer without its version."""
-        return self.renderer.split(" ")[0]
-
 
 @dataclass(frozen=True)
-class Situation:
+class Situation(Machine):
     """A machine and its environment variables, before (``original``) and after the fixes of the errors found so far."""
 
-    inventory: Inventory
-    environ: Mapping[str, str]
     original: Mapping[str, str]
-
-    @cached_property
-    def machine(self) -> Machine:
-        """The machine with the variables ``environ``."""
-        return Machine(self.inventory, self.environ)
 
     @cached_property
     def renderers(self) -> tuple[Renderer, ...]:
@@ -101,10 +89,10 @@ class Situation:
         return renderers.installed_renderers(self.inventory.versions)
 
     @cached_property
-    def visible(self) -> cuda.VisibleGpus | None:
+    def shown(self) -> cuda.VisibleGpus | None:
         """GPUs that CUDA shows; None if CUDA's order is unknown."""
         try:
-            return self.machine.visible
+            return self.visible
         except RlExtError:
             return None
 
@@ -112,7 +100,7 @@ class Situation:
     def compute_decision(self) -> Decision | None:
         """Decision of ``resolve("auto")``; None if it would raise an error."""
         try:
-            return decide_compute(Request(), self.machine)
+            return decide_compute(Request(), self)
         except RlExtError:
             return None
 
@@ -237,7 +225,7 @@ def _find_device_order_mistakes(situation: Situation) -> Findings:
 
 def _find_mask_mistakes(situation: Situation) -> Findings:
     """Find entries of CUDA_VISIBLE_DEVICES that CUDA ignores or interprets unexpectedly."""
-    shown, mask, gpus = situation.visible, situation.environ.get(MASK), situation.inventory.gpus
+    shown, mask, gpus = situation.shown, situation.environ.get(MASK), situation.inventory.gpus
     if shown is None or not gpus:
         return
     if shown.mig is not None or mask is None:
@@ -248,10 +236,7 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
     one = {MASK: "0" if _is_valid_mask("0", situation) else gpus[0].uuid}
     word = mask.split(",")[0].strip(_QUOTES)
     hidden = f"hides {'the only GPU' if len(gpus) == 1 else f'all {len(gpus)} GPUs'}: {_NO_CUDA}"
-    if not word and any(name.startswith("RAY_") for name in situation.environ):
-        effect = f"Ray {hidden}, because this actor requests none"
-        yield situation.finding(MASK, effect, "@ray.remote(num_gpus=1)")[0], one
-    elif not word:
+    if not word:
         effect = f'it is empty and {hidden}; blanks around = in "export {MASK}= 1" leave it empty'
         yield situation.finding(MASK, effect, one)
     elif re.fullmatch(r"-\d+|[A-Za-z*]+", word):
@@ -260,10 +245,12 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
     elif explanation := shown.stop_reason or _describe_misread_entry(mask):
         clean = ",".join(filter(None, (entry.strip(_QUOTES) for entry in mask.split(","))))
         is_clean = _is_valid_mask(clean, situation)
-        harmless = is_clean and situation.with_changes({MASK: clean}).machine.visible.uuids == shown.uuids
+        harmless = is_clean and situation.with_changes({MASK: clean}).visible.uuids == shown.uuids
+        order = () if mask.startswith("GPU-") else cuda.cuda_order(situation.inventory, situation.environ)
+        in_effect = ",".join(str(order.index(uuid)) if order else uuid for uuid in shown.uuids)
         numbers = ", ".join(str(situation.inventory.gpu(uuid).index) for uuid in shown.uuids)
         seen = f"torch sees nvidia-smi {numbers}" if numbers else f"torch sees no GPU, and {_NO_CUDA}"
-        fix = {MASK: clean} if is_clean else {MASK: _format_mask(shown.uuids, mask, situation)} if numbers else one
+        fix = {MASK: clean} if is_clean else {MASK: in_effect} if numbers else one
         yield situation.finding(MASK, f"{explanation}; {seen}", fix, "warning" if harmless else "error")
 
 
@@ -278,24 +265,16 @@ def _describe_misread_entry(mask: str) -> str | None:
     return None
 
 
-def _format_mask(uuids: tuple[str, ...], mask: str, situation: Situation) -> str:
-    """Return a mask that shows these GPUs, with numbers unless ``mask`` has UUIDs."""
-    if mask.startswith("GPU-"):
-        return ",".join(uuids)
-    order = cuda.cuda_order(situation.inventory, situation.environ)
-    return ",".join(str(order.index(uuid)) for uuid in uuids)
-
-
 def _is_valid_mask(mask: str, situation: Situation) -> bool:
     """Return whether a mask shows GPUs, and CUDA reads all of its entries as they are written."""
-    shown = situation.with_changes({MASK: mask}).visible
+    shown = situation.with_changes({MASK: mask}).shown
     is_read = shown is not None and shown.stop_reason is None and _describe_misread_entry(mask) is None
     return is_read and bool(shown and shown.uuids)
 
 
 def _find_rank_mistakes(situation: Situation) -> Findings:
     """Find a rank that is invalid, or beyond the visible GPUs (pytorch/torchtitan#423)."""
-    environ, shown, name = situation.environ, situation.visible, launchers.find_rank_variable(situation.environ)
+    environ, shown, name = situation.environ, situation.shown, launchers.find_rank_variable(situation.environ)
     if name is None:
         return
     text = environ[name].strip(_QUOTES)
@@ -305,7 +284,7 @@ def _find_rank_mistakes(situation: Situation) -> Findings:
     elif shown and shown.uuids and situation.compute_decision is None:
         seen = f"torch sees {cuda.format_gpu_count(len(shown.uuids))}, counted from 0"
         effect = f'it asks for cuda:{int(text)}, but {seen}: "CUDA error: invalid device ordinal"'
-        line = launchers.launch_command(int(text), situation.machine)
+        line = launchers.launch_command(int(text), situation)
         yield situation.finding(name, effect, line)[0], {name: "0"}
 
 
@@ -384,10 +363,12 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
         error = f'"ImportError: Cannot use {"EGL" if backend == "egl" else "OSMesa"} rendering platform"'
         error += " or \"AttributeError: module 'mujoco' has no attribute 'Renderer'\""
         raise RendererFailsError(PLATFORM, f"it contradicts {switch}={backend}, and rendering ends in {error}")
-    if renderer.checks_mask and renderers.robosuite_import_fails(environ):
+    mask, index = environ.get(MASK), environ.get(INDEX)
+    # `import robosuite` asserts that the index is a substring of the mask.
+    if renderer.checks_mask and mask and index is not None and not (index.isdigit() and index in mask):
         error = f"AssertionError: {INDEX} needs to be set to one of the device id specified in {MASK}"
         raise RendererFailsError(
-            INDEX, f'import robosuite ends in "{error}", because it is not part of {MASK}={environ[MASK]!r}'
+            INDEX, f'import robosuite ends in "{error}", because it is not part of {MASK}={mask!r}'
         )
     if backend == "osmesa":
         if inventory.osmesa is False:
@@ -397,7 +378,7 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
         return Prediction(title, "unknown", "EGL was not queried for this inventory")
     if not inventory.egl:
         raise RendererFailsError("EGL", inventory.egl_error or "EGL lists no device")
-    device = inventory.egl[renderer.select_egl_device(environ, EglView.from_machine(situation.machine))]
+    device = inventory.egl[renderer.select_egl_device(environ, EglView.from_machine(situation))]
     # robosuite reads the mask's first entry as EGL's own index.
     variable = MASK if renderer.checks_mask and renderer.index not in environ and MASK in environ else renderer.index
     chosen = f"={environ[variable]!r} selects" if variable in environ else " is not set, so it uses"
@@ -457,11 +438,11 @@ def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
             return python  # its error will show why there is no decision
         try:
             request = Request(render=render, renderer=renderer.name)
-            decision = decide_render(request, situation.machine, situation.compute_decision)
+            decision = decide_render(request, situation, situation.compute_decision)
         except RlExtError:
             continue
         changes = {name: value for name, value in decision.variables.items() if environ.get(name) != value}
-        count = len(situation.visible.uuids) if situation.visible else 0
+        count = len(situation.shown.uuids) if situation.shown else 0
         by_process = count > 1 and any(name in environ for name in RANK_VARIABLES)
         return python if by_process or render == "cpu" or not changes else _to_shell_line(changes)
     return "apt-get install libegl1 libegl-mesa0"
@@ -473,7 +454,7 @@ def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
 def _find_late_changes(situation: Situation, decision_in_force: bool) -> Findings:
     """Find variables that were changed in this process after a library had read them."""
     environ = situation.environ
-    late_mask = None if situation.visible is None else cuda.find_late_mask(situation.machine)
+    late_mask = None if situation.shown is None else cuda.find_late_mask(situation)
     if late_mask is not None:
         yield situation.finding(MASK, late_mask, {MASK: environ.get(MASK)})
     for renderer in () if decision_in_force else situation.renderers:

@@ -144,14 +144,14 @@ def _read_inventory() -> Inventory:
     order = tuple(gpu.uuid for gpu in gpus)
     if len({gpu.name for gpu in gpus}) > 1:
         # CUDA counts the fastest GPU first, and equal GPUs by PCI address. So it is queried only if the GPUs differ.
-        order = _probe.query_cuda_order() or ()
+        order = tuple(_probe.run_probe("cuda").get("uuids", ()))
     fastest_first = order if len(order) == len(gpus) else None
     return Inventory(gpus=gpus, versions=versions, fastest_first=fastest_first)
 
 
 def _add_egl_devices(inventory: Inventory) -> Inventory:
     """Return a copy of an inventory that contains EGL's devices, or EGL's error."""
-    result = _probe.query_egl()
+    result = {"osmesa": False, "devices": [], **_probe.run_probe("egl")}
     if result.get("error"):
         return dataclasses.replace(inventory, egl=(), osmesa=result["osmesa"], egl_error=result["error"])
     devices = tuple(_match_egl_device(entry, inventory.gpus) for entry in result["devices"])
@@ -206,25 +206,19 @@ def read_gpus() -> tuple[Gpu, ...]:
 
 def _read_gpu(nvml: types.ModuleType, handle: Any, index: int) -> Gpu:
     """Query NVML about the GPU behind a handle."""
-    total, free = _read_memory(nvml, handle)
+    total, free = 0, 0
+    with contextlib.suppress(nvml.NVMLError_NotSupported):  # the GPU shares the CPU's memory
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        total, free = int(memory.total), int(memory.free)
     return Gpu(
-        uuid=_to_str(nvml.nvmlDeviceGetUUID(handle)),
-        name=_to_str(nvml.nvmlDeviceGetName(handle)),
-        pci=pci_address(_to_str(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        name=nvml.nvmlDeviceGetName(handle),
+        pci=pci_address(nvml.nvmlDeviceGetPciInfo(handle).busId),
         index=index,
         memory_total=total,
         memory_free=free,
         mig=_read_mig_slices(nvml, handle),
     )
-
-
-def _read_memory(nvml: types.ModuleType, handle: Any) -> tuple[int, int]:
-    """Return total and free memory of a GPU in bytes; 0 if it uses the CPU's memory."""
-    try:
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    except nvml.NVMLError_NotSupported:  # the GPU shares the CPU's memory
-        return 0, 0
-    return int(memory.total), int(memory.free)
 
 
 def _read_mig_slices(nvml: types.ModuleType, handle: Any) -> tuple[str, ...]:
@@ -237,11 +231,9 @@ def _read_mig_slices(nvml: types.ModuleType, handle: Any) -> tuple[str, ...]:
         return ()
     found = []
     for index in range(count):
-        try:
+        with contextlib.suppress(nvml.NVMLError):  # indices between slices may be unused
             slice_ = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-        except nvml.NVMLError:  # indices between slices may be unused
-            continue
-        found.append(_to_str(nvml.nvmlDeviceGetUUID(slice_)))
+            found.append(nvml.nvmlDeviceGetUUID(slice_))
     return tuple(found)
 
 
@@ -249,11 +241,6 @@ def pci_address(bus_id: str) -> str:
     """Convert NVML's ``00000000:3B:00.0`` to Linux's notation, ``0000:3b:00.0``."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
-
-
-def _to_str(value: str | bytes) -> str:
-    """Return text as a str, which releases of nvidia-ml-py before 11.515 return as bytes."""
-    return value.decode() if isinstance(value, bytes) else value
 
 
 @cache

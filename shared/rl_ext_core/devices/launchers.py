@@ -1,6 +1,6 @@
 """Pick one of the visible GPUs for ``"auto"``: by rank, worker or free memory.
 
-Sources: torchrun's "Environment Variables", the manuals of Open MPI's ``mpirun`` and MPICH's Hydra, and ``man srun``.
+Sources: torchrun's "Environment Variables", the manual of Open MPI's ``mpirun``, and ``man srun``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 Pick = Literal["rank", "free-memory"]
 LOCAL_RANK = "LOCAL_RANK"
-SLURM_RANK = "SLURM_LOCALID"
-# Open MPI, MVAPICH2, Intel MPI and MPICH (Hydra), Cray and other PMI launchers.
-MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
 # A process inherits the variables of all launchers around it, of which the innermost one is used. torchrun runs inside
-# mpirun or srun, and mpirun inside a batch script, where SLURM_LOCALID is 0.
-RANK_VARIABLES = (LOCAL_RANK, *MPI_RANK_VARIABLES, SLURM_RANK)
+# mpirun or srun, and mpirun inside a batch script, where SLURM_LOCALID is 0. The values start one process per GPU.
+_COMMANDS = {
+    LOCAL_RANK: "torchrun --nproc-per-node={} train.py",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "mpirun --map-by ppr:{}:node python train.py",
+    "SLURM_LOCALID": "srun --ntasks-per-node={} python train.py",
+}
+RANK_VARIABLES = tuple(_COMMANDS)
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,18 @@ def pick_gpu(picker: Picker, machine: Machine, current: int | None = None) -> tu
         ordinal = picker.worker % count
         return ordinal, f"worker {picker.worker} takes GPU {ordinal} of {count} visible in turn"
     if picker.rank is not None:
-        return _pick_by_given_rank(picker.rank, f"rank={picker.rank}", machine)
+        return _pick_by_rank(picker.rank, f"rank={picker.rank}", machine)
     if picker.pick == "free-memory":
         free = [machine.inventory.gpu(uuid).memory_free for uuid in uuids]
         return free.index(max(free)), f"it has the most free memory: {max(free) / 2**30:.1f} GiB"
     name = find_rank_variable(machine.environ)
     if name is not None:
-        return _pick_by_launcher_rank(name, machine)
+        source, rank = f"{name}={machine.environ[name]!r}", _parse_rank(machine.environ, name)
+        if rank is None:
+            raise InvalidArgumentError(
+                f"{source} is not a rank: expected an index from 0. Use `unset {name}`, or {name}=0"
+            )
+        return _pick_by_rank(rank, source, machine)
     if current is not None and current < count:
         return current, "it is torch's current device"
     return 0, f"it is the first of {count} visible" if count > 1 else "it is the only one visible"
@@ -80,21 +87,7 @@ def _parse_rank(environ: Mapping[str, str], name: str) -> int | None:
     return int(value) if is_rank(value) else None
 
 
-def _pick_by_launcher_rank(name: str, machine: Machine) -> tuple[int, str]:
-    """Return the ordinal of the GPU for the rank that a launcher set, and the reason."""
-    environ = machine.environ
-    rank = _parse_rank(environ, name)
-    if rank is None:
-        raise InvalidArgumentError(
-            f"{name}={environ[name]!r} is not a rank: expected an index from 0. Use `unset {name}`, or {name}=0"
-        )
-    ordinal, why = _pick_by_given_rank(rank, f"{name}={environ[name]!r}", machine)
-    outer = [other for other in RANK_VARIABLES if other in environ and _parse_rank(environ, other) != rank]
-    others = " and ".join(f"{other}={environ[other]!r}" for other in outer)
-    return ordinal, f"{why} ({name} comes before {others})" if others else why
-
-
-def _pick_by_given_rank(rank: int, source: str, machine: Machine) -> tuple[int, str]:
+def _pick_by_rank(rank: int, source: str, machine: Machine) -> tuple[int, str]:
     """Return the ordinal of the GPU for a rank, and the reason; raise if there is no such GPU."""
     if rank < len(machine.visible.uuids):
         return rank, f"{source} is this process's place on this machine"
@@ -122,11 +115,5 @@ def _has_own_gpu(rank: int, machine: Machine) -> bool:
 
 def launch_command(rank: int, machine: Machine) -> str:
     """Return the command that starts one process per GPU, with the launcher that set the rank."""
-    count = len(machine.visible.uuids)
     name = next((name for name in RANK_VARIABLES if _parse_rank(machine.environ, name) == rank), LOCAL_RANK)
-    launchers = {
-        LOCAL_RANK: f"torchrun --nproc-per-node={count} train.py",
-        SLURM_RANK: f"srun --ntasks-per-node={count} python train.py",
-        MPI_RANK_VARIABLES[0]: f"mpirun --map-by ppr:{count}:node python train.py",
-    }
-    return launchers.get(name, f"mpiexec -ppn {count} python train.py")
+    return _COMMANDS[name].format(len(machine.visible.uuids))

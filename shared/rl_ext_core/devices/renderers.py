@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rl_ext_core.devices.cuda import Machine
-    from rl_ext_core.devices.inventory import EglDevice, Gpu
+    from rl_ext_core.devices.inventory import EglDevice
 
 BACKEND, PLATFORM = IMPORT_TIME_VARIABLES
 PYRENDER_INDEX = "EGL_DEVICE_ID"
@@ -311,16 +311,12 @@ def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
             f"    pip install {missing}",
             name=missing,
         )
-    rows = [row for row in TABLE if row.name == found and row.since <= _major_version(versions[row.package])]
+    majors = {name: int(re.match(r"\d*", text)[0] or 0) for name, text in versions.items()}  # type: ignore[index]
+    rows = [row for row in TABLE if row.name == found and row.since <= majors[row.package]]
     version = versions[found]
     if rows[-1].package != found:
         version = f"{version} ({rows[-1].package} {versions[rows[-1].package]})"
     return dataclasses.replace(rows[-1], version=version)
-
-
-def _major_version(version: str) -> int:
-    """Return the first number of a version; 0 if there is none."""
-    return int(re.match(r"\d*", version)[0] or 0)  # type: ignore[index]
 
 
 def installed_renderers(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
@@ -335,12 +331,6 @@ def installed_renderers(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
 def _required_packages(name: str) -> tuple[str, ...]:
     """Return the packages that must be installed to use a renderer."""
     return tuple(dict.fromkeys((name, "mujoco"))) if name in MUJOCO_NAMES else (name,)
-
-
-def robosuite_import_fails(environ: Mapping[str, str]) -> bool:
-    """Return whether ``import robosuite`` fails, which asserts that the index is a substring of the mask."""
-    mask, index = environ.get(MASK), environ.get(INDEX)
-    return bool(mask) and index is not None and not (index.isdigit() and index in (mask or ""))
 
 
 def find_index_value(renderer: Renderer, target: EglDevice, view: EglView, environ: Mapping[str, str]) -> str:
@@ -363,14 +353,6 @@ def find_index_value(renderer: Renderer, target: EglDevice, view: EglView, envir
         f"{renderer} cannot select EGL device {target.index} by any value of {renderer.index} under "
         f"{MASK}={environ.get(MASK)!r}. Set {MASK} to that GPU only"
     )
-
-
-def vulkan_device_name(gpu: Gpu, visible: tuple[str, ...]) -> str:
-    """Return SAPIEN's name of a GPU: its CUDA ordinal if CUDA shows it, else its PCI address (haosulab/SAPIEN#101)."""
-    # SAPIEN reads an address with an unknown domain as bus 0.
-    if gpu.uuid in visible:
-        return f"cuda:{visible.index(gpu.uuid)}"
-    return f"pci:{gpu.pci.removeprefix('0000:')}"
 
 
 def has_display(environ: Mapping[str, str]) -> bool:

@@ -200,7 +200,6 @@ def list_gpu_uses(pids: Collection[int]) -> tuple[GpuUse, ...] | None:
             for index in range(nvml.nvmlDeviceGetCount()):
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 uuid = nvml.nvmlDeviceGetUUID(handle)
-                uuid = uuid if isinstance(uuid, str) else uuid.decode()
                 for kind, query in queries.items():
                     with contextlib.suppress(nvml.NVMLError):  # a GPU without graphics, or without permission
                         found = [entry for entry in query(handle) if entry.pid in pids]

@@ -15,9 +15,7 @@ import contextlib
 import dataclasses
 import gc
 import pickle
-import signal
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +24,8 @@ from typing import Any
 
 from rl_ext_core import _file_guard, _pickle, processes, resources
 from rl_ext_core.factory import streams, walk
-from rl_ext_core.factory.changes import Change, Examination
 from rl_ext_core.factory.drivers import Driver, driver_for
-from rl_ext_core.factory.recipe import Recipe
+from rl_ext_core.factory.recipe import Change, Examination, Recipe
 from rl_ext_core.factory.walk import Fingerprint, fingerprint
 from rl_ext_core.processes.process_groups import kill_descendants
 
@@ -41,9 +38,10 @@ WORKER_MODULES = (
     *("rl_ext_core.isolation.trial", "rl_ext_core.vector.worker"),
 )
 _SEED = 20_231
-# A copy takes so many steps, for so many seconds at most. The timeout aborts a step that waits indefinitely,
-# e.g. for something that only the user's program does.
-_STEPS, _HISTORY_S, _HISTORY_TIMEOUT_S = 30, 1.0, 60.0
+# A copy takes so many steps, for so many seconds at most.
+_STEPS, _HISTORY_S = 30, 1.0
+# A copy may wait indefinitely, e.g. for something that only the user's program does.
+_TIMEOUT_S = 600.0
 _MAX_VALUE_CHARS = 40
 # Classes whose objects cannot be pickled, and have no settings.
 _STATELESS = {
@@ -72,7 +70,7 @@ def run_in_subprocess(
     :param preload: Names of modules that a fork server may import.
     :param start_method: Start method of the process.
     :param environ: Environment variables of the process. None unsets a variable.
-    :param timeout: Seconds that the task may take. None waits indefinitely.
+    :param timeout: Seconds that the task may take, by default 600.
     :param protects_files: Whether the process must not change the user's files.
     :raises WorkerError: If the task raises, or its process dies. An exception of the task is the cause.
     """
@@ -89,7 +87,7 @@ def run_in_subprocess(
             theirs.close()
             watch = processes.Watch([process], label=_LABEL)
             try:
-                with watch.operation("building and stepping a copy", timeout=timeout):
+                with watch.operation("building and stepping a copy", timeout=timeout or _TIMEOUT_S):
                     found = pickle.loads(ours.recv_bytes())
                     while isinstance(found, list):
                         ours.send_bytes(pickle.dumps(answer(found)))
@@ -162,9 +160,16 @@ def compare_and_measure(
     with contextlib.ExitStack() as stack:
         try:
             copy = stack.enter_context(_temporary_copy(recipe))
+            fresh = fingerprint(copy)
+            paths = original.differences(fresh)
+            found = Examination(opaque=_describe_hidden(original))
             if recipe.origin == "pickle":
-                found = _compare_pickled(copy, original)
-            elif original.differences(fresh := fingerprint(copy)):
+                if (error := _reset_error(copy)) is not None:
+                    return Examination([f"resetting a copy raises {error!r}"])
+                different = [_describe_difference(p, original, fresh) for p in paths if not p.startswith("<")]
+                classes = [path for path in paths if path.startswith("<")]
+                found = dataclasses.replace(found, problems=different, class_attributes=classes)
+            elif paths:
                 # Rendering may kill a process without a display, so it is tried only if it may explain new objects.
                 renders = any(
                     token[0] == "object" and _is_scalar(fresh.token(path)) for path, token in original.tokens.items()
@@ -181,8 +186,6 @@ def compare_and_measure(
                     return found
                 copy = stack.enter_context(_temporary_copy(dataclasses.replace(recipe, changes=found.changes)))
                 found = _compare_changed(copy, original, histories, found)
-            else:
-                found = Examination(opaque=_describe_hidden(original))
         except Exception as error:
             return Examination([f"building a copy raises {error!r}"])
         if found.problems:
@@ -209,16 +212,6 @@ def _fingerprint_another(recipe: Recipe) -> Fingerprint:
         found = fingerprint(copy)
     found.objects.clear()
     return found
-
-
-def _compare_pickled(copy: Any, original: Fingerprint) -> Examination:
-    copied = fingerprint(copy)
-    if (error := _reset_error(copy)) is not None:
-        return Examination([f"resetting a copy raises {error!r}"])
-    paths = original.differences(copied)
-    classes = [path for path in paths if path.startswith("<")]
-    different = [_describe_difference(path, original, copied) for path in paths if not path.startswith("<")]
-    return Examination(different, opaque=_describe_objects(original.opaque), class_attributes=classes)
 
 
 def _find_changes(original: Fingerprint, histories: _Histories, request_changes: ChangeRequest) -> Examination:
@@ -261,18 +254,14 @@ def _compare_changed(copy: Any, original: Fingerprint, histories: _Histories, fo
 
 
 def _describe_hidden(original: Fingerprint, histories: _Histories | None = None) -> list[str]:
-    """Describe objects that cannot be inspected, except those that resets create."""
-    hidden = {
-        path: why
-        for path, why in {**original.opaque, **original.unpicklable}.items()
-        if path.startswith("<") or not {why, *(original.token(path) or ())[:2]} & _STATELESS
-    }
-    return _describe_objects({p: why for p, why in hidden.items() if histories is None or not histories.is_restored(p)})
-
-
-def _describe_objects(opaque: Mapping[str, str]) -> list[str]:
-    """Return the path and class of each object that cannot be inspected, as text."""
-    return [f"{path} ({name})" for path, name in opaque.items()]
+    """Return path and class of each object that cannot be inspected, except those that resets create."""
+    hidden = {**original.opaque, **original.unpicklable}.items()
+    return [
+        f"{path} ({why})"
+        for path, why in hidden
+        if (path.startswith("<") or not {why, *(original.token(path) or ())[:2]} & _STATELESS)
+        and not (histories is not None and histories.is_restored(path))
+    ]
 
 
 def _reset_error(environment: Any) -> Exception | None:
@@ -280,8 +269,7 @@ def _reset_error(environment: Any) -> Exception | None:
     driver = _driver_of(environment)
     try:
         if driver is not None:
-            with _time_limit(_HISTORY_TIMEOUT_S):
-                _seeded_reset(driver)
+            _seeded_reset(driver)
     except Exception as error:
         return error
     return None
@@ -311,7 +299,7 @@ def _use(environment: Any, renders: bool) -> tuple[list[Fingerprint], set[str]]:
     replaced: set[str] = set()
     driver = _driver_of(environment)
     if driver is not None:
-        with contextlib.suppress(Exception), _time_limit(_HISTORY_TIMEOUT_S):  # Keep what was found so far.
+        with contextlib.suppress(Exception):  # Keep what was found so far.
             _seeded_reset(driver)
             found.append(fingerprint(environment))
             until = time.monotonic() + _HISTORY_S
@@ -359,12 +347,10 @@ class _Histories:
         holders = self._holders(path, self.fresh)
         return not any(f"{holder}.<is>" in self.fresh.tokens for holder in (path, *holders))
 
-    def varies(self, path: str) -> bool:
+    def varies(self, path: str, *, in_value: bool = True) -> bool:
         """Whether steps or resets change the value at a path, or the object to which it refers."""
-        return self._alias_varies(path) or any(one.token(path) != self.fresh.token(path) for one in self.used)
-
-    def _alias_varies(self, path: str) -> bool:
-        return any(one.aliases.get(path) != self.fresh.aliases.get(path) for one in self.used)
+        is_other = any(one.aliases.get(path) != self.fresh.aliases.get(path) for one in self.used)
+        return is_other or (in_value and any(one.token(path) != self.fresh.token(path) for one in self.used))
 
     def is_restored(self, path: str) -> bool:
         """Whether a reset restores the value at a path after steps, or creates an object that holds it."""
@@ -388,7 +374,7 @@ class _Histories:
         shared = {*original.aliases, *self.fresh.aliases, *self.fresh.aliases.values()}
         for path in copy.differences(original):
             token = original.token(path)
-            is_alias = token == copy.token(path) and self._alias_varies(path)
+            is_alias = token == copy.token(path) and self.varies(path, in_value=False)
             # Each reset sets such a value, e.g. that the environment was reset.
             is_certain = self.used and _is_scalar(token) and all(one.token(path) == token for one in self.used)
             # An object that several paths share cannot be set by one of them.
@@ -433,28 +419,6 @@ def _describe_value(found: Fingerprint, path: str) -> str:
         text = repr(token[-1]) if token[0] in ("str", "bytes") else str(token[-1])
         return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
     return f"a {token[1]}" if token[0] == "object" else "other data"
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after so many seconds.
-
-    Do nothing in other threads than the main one, and on Windows.
-    """
-    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def raise_timeout(*_: Any) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, raise_timeout)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _close(environment: Any) -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl_ext_core._values import copy_output
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -41,14 +43,14 @@ class Driver:
         """Start an episode.
 
         :param seed: Seed of the environment's own generators. None does not seed them.
-        :return: Result of the environment without infos, as plain nested data.
+        :return: Result of the environment without infos, which later steps do not overwrite.
         """
-        return copy_plain_data(self._env.reset(seed=seed)[0])
+        return copy_output(self._env.reset(seed=seed)[0])
 
     def step(self) -> Any:
         """Take a step with a random action. At the end of an episode, start the next one.
 
-        :return: Results of the environment without infos, as plain nested data.
+        :return: Results of the environment without infos, which later steps do not overwrite.
         """
         raise NotImplementedError
 
@@ -77,31 +79,13 @@ def sample_between(rng: np.random.Generator, low: Any, high: Any, shape: Any, dt
     return np.clip(np.where(finite, even, rng.standard_normal(shape)), low, high).astype(dtype)
 
 
-def copy_plain_data(value: Any) -> Any:
-    """Copy a result into nested dicts and lists, which later steps do not overwrite."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, Mapping) or hasattr(value, "batch_size"):  # A TensorDict is not a Mapping.
-        return {key: copy_plain_data(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [copy_plain_data(part) for part in value]
-    if hasattr(value, "__array__") and not isinstance(value, np.generic):
-        return np.array(value)
-    return value
-
-
 class GymnasiumDriver(Driver):
     """Driver of ``gymnasium.Env``."""
 
     def step(self) -> Any:
         """Take a step with a random action. At the end of an episode, start the next one."""
         *result, _ = self._env.step(self._draw(self._env.action_space))
-        if result[2] or result[3]:
-            return [copy_plain_data(result), self.reset(None)]
-        return copy_plain_data(result)
+        return [copy_output(result), self.reset(None)] if result[2] or result[3] else copy_output(result)
 
 
 class _PettingZooAEC(Driver):
@@ -109,22 +93,16 @@ class _PettingZooAEC(Driver):
 
     def reset(self, seed: int | None) -> Any:
         self._env.reset(seed=seed)
-        return self._last()
+        return [self._env.agent_selection, *copy_output(self._env.last()[:4])]
 
     def step(self) -> Any:
         if not self._env.agents:
             return self.reset(None)
         agent = self._env.agent_selection
-        observation, _, terminated, truncated, info = self._env.last()
-        action = None
-        if not (terminated or truncated):
-            action = self._draw(self._env.action_space(agent), agent, _action_mask(observation, info))
-        self._env.step(action)
-        return self._last() if self._env.agents else []
-
-    def _last(self) -> Any:
-        """Return the selected agent with its observation, reward and end flags."""
-        return [self._env.agent_selection, *copy_plain_data(self._env.last()[:4])]
+        observation, _, *ended, info = self._env.last()
+        mask = _action_mask(observation, info)
+        self._env.step(None if any(ended) else self._draw(self._env.action_space(agent), agent, mask))
+        return [self._env.agent_selection, *copy_output(self._env.last()[:4])] if self._env.agents else []
 
 
 class _PettingZooParallel(Driver):
@@ -134,7 +112,7 @@ class _PettingZooParallel(Driver):
 
     def reset(self, seed: int | None) -> Any:
         self._returned = self._env.reset(seed=seed)
-        return copy_plain_data(self._returned[0])
+        return copy_output(self._returned[0])
 
     def step(self) -> Any:
         if not self._env.agents:
@@ -143,7 +121,7 @@ class _PettingZooParallel(Driver):
         drawn = {a: self._draw(self._env.action_space(a), a, _action_mask(*parts)) for a, parts in seen.items()}
         *result, infos = self._env.step(drawn)
         self._returned = result[0], infos
-        return copy_plain_data(result)
+        return copy_output(result)
 
 
 def _action_mask(observation: Any, info: Any) -> Any:
@@ -164,13 +142,12 @@ class _DmEnv(Driver):
             if seed is not None and isinstance(found, np.random.RandomState):
                 found.seed(seed)
                 break
-        return copy_plain_data(tuple(self._env.reset()))
+        return copy_output(tuple(self._env.reset()))
 
     def step(self) -> Any:
         time_step = self._env.step(self._draw_from_spec(self._env.action_spec()))
-        if time_step.last():
-            return [copy_plain_data(tuple(time_step)), self.reset(None)]
-        return copy_plain_data(tuple(time_step))
+        result = copy_output(tuple(time_step))
+        return [result, self.reset(None)] if time_step.last() else result
 
     def _draw_from_spec(self, spec: Any) -> Any:
         """Draw an action from a dm_env spec, which may be nested in mappings and lists."""
@@ -190,12 +167,12 @@ class _Robosuite(Driver):
         if seed is not None and isinstance(getattr(self._env, "rng", None), np.random.Generator):
             # Seed in place, because placement samplers refer to the same generator. Older versions use a global one.
             self._env.rng.bit_generator.state = type(self._env.rng.bit_generator)(seed).state
-        return copy_plain_data(self._env.reset())
+        return copy_output(self._env.reset())
 
     def step(self) -> Any:
         low, high = self._env.action_spec
         *result, _ = self._env.step(sample_between(self._rng, low, high, np.shape(low), np.float64))
-        return [copy_plain_data(result), self.reset(None)] if result[2] else copy_plain_data(result)
+        return [copy_output(result), self.reset(None)] if result[2] else copy_output(result)
 
 
 class _TorchRL(Driver):
@@ -208,7 +185,7 @@ class _TorchRL(Driver):
             with contextlib.suppress(NotImplementedError):
                 self._env.set_seed(seed)
         self._data = self._env.reset()
-        return copy_plain_data(self._data)
+        return copy_output(self._data.to_dict())
 
     def step(self) -> Any:
         if self._data is None:
@@ -220,59 +197,11 @@ class _TorchRL(Driver):
             torch.manual_seed(int(self._rng.integers(2**31)))
             drawn = self._env.rand_action(self._data)
         taken, self._data = self._env.step_and_maybe_reset(drawn)
-        return [copy_plain_data(taken.get("next")), copy_plain_data(self._data)]
-
-
-class _GymnasiumVector(Driver):
-    """Driver of ``gymnasium.vector.VectorEnv``."""
-
-    def step(self) -> Any:
-        result = copy_plain_data(self._env.step(self._draw(self._env.action_space))[:4])
-        ended = np.asarray(result[2]) | np.asarray(result[3])
-        mode: Mapping[str, Any] = self._env.metadata or {}
-        if ended.any() and getattr(mode.get("autoreset_mode"), "name", "") == "DISABLED":
-            return [result, copy_plain_data(self._env.reset(options={"reset_mask": ended})[0])]
-        return result
-
-
-class _SB3Vector(Driver):
-    """Driver of SB3's ``VecEnv``."""
-
-    def reset(self, seed: int | None) -> Any:
-        if seed is not None:
-            self._env.seed(seed)
-        return copy_plain_data(self._env.reset())
-
-    def step(self) -> Any:
-        drawn = [self._draw(self._env.action_space) for _ in range(self._env.num_envs)]
-        return copy_plain_data(self._env.step(np.stack(drawn))[:3])
-
-
-class _Vmas(Driver):
-    """Driver of VMAS's ``Environment``."""
-
-    def reset(self, seed: int | None) -> Any:
-        return copy_plain_data(self._env.reset(seed=seed))
-
-    def step(self) -> Any:
-        *result, _ = self._env.step([self._draw_for_agent(agent) for agent in self._env.agents])
-        result = copy_plain_data(result)
-        ended = result[2] if len(result) == 3 else result[2] | result[3]
-        again = [copy_plain_data(self._env.reset_at(int(index))) for index in ended.nonzero()]
-        return [*result, again]
-
-    def _draw_for_agent(self, agent: Any) -> Any:
-        """Draw an action of one agent for each environment, as a tensor."""
-        space = self._env.get_agent_action_space(agent)
-        drawn = np.stack([self._draw(space, agent.name) for _ in range(self._env.num_envs)])
-        return sys.modules["torch"].as_tensor(drawn, device=self._env.device)
+        return [copy_output(taken.get("next").to_dict()), copy_output(self._data.to_dict())]
 
 
 _DRIVERS: dict[str, Callable[[Any, np.random.Generator], Driver]] = {
     "torchrl.envs.common:EnvBase": _TorchRL,
-    "gymnasium.vector.vector_env:VectorEnv": _GymnasiumVector,
-    "stable_baselines3.common.vec_env.base_vec_env:VecEnv": _SB3Vector,
-    "vmas.simulator.environment.environment:Environment": _Vmas,
     "gymnasium.core:Env": GymnasiumDriver,
     "pettingzoo.utils.env:AECEnv": _PettingZooAEC,
     "pettingzoo.utils.env:ParallelEnv": _PettingZooParallel,

@@ -1,22 +1,71 @@
-"""``Recipe``: instructions for building an environment in another process."""
+"""``Recipe``: instructions for building an environment in another process, with changes to set on it."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
+import operator
 import pickle
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from rl_ext_core import _pickle, processes
 from rl_ext_core.errors import InvalidArgumentError, NotCopyableError
 from rl_ext_core.factory import record, walk
-from rl_ext_core.factory.changes import Change, apply_changes, unpack, unpicklable
+from rl_ext_core.factory.walk import Fingerprint
 
-__all__ = ["Recipe", "recipe_of_callable"]
+__all__ = ["Change", "Examination", "Recipe", "pack_values", "recipe_of_callable", "recipe_of_instance", "unpicklable"]
+
+
+Step = tuple[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A value to set on a copy.
+
+    :ivar path: Path of the value, as in a fingerprint.
+    :ivar steps: The way from the environment to the value. Each step is an operation and a name, a key or an index.
+    :ivar packed: Pickle of the value.
+    """
+
+    path: str
+    steps: tuple[Step, ...]
+    packed: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Examination:
+    """Results of building and comparing a copy.
+
+    :ivar problems: Descriptions of differences between a copy and the original, or of errors. Empty if they are equal.
+    :ivar changes: Changes to set on each copy.
+    :ivar opaque: Paths of objects that cannot be inspected. Differences in their state are not detected.
+    :ivar own: Paths of plain values that differ in each instance, so copies do not get the original's.
+    :ivar class_attributes: Paths of globals and class attributes that differ, because workers import them again.
+    :ivar private_bytes: Memory in bytes that the process did not share. None if the system does not report it.
+    :ivar read: Result of the caller's reader.
+    """
+
+    problems: Sequence[str] = ()
+    changes: tuple[Change, ...] = ()
+    opaque: Sequence[str] = ()
+    own: Sequence[str] = ()
+    class_attributes: Sequence[str] = ()
+    private_bytes: int | None = None
+    read: Any = None
+
+
+class NotRecordedError(Exception):
+    """Raised if an environment, or one among the arguments of its constructor, has no record."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +73,7 @@ class Recipe:
     """Instructions for building an environment in this or another process.
 
     :ivar origin: Form of the source, the value of :attr:`EnvFactory.origin`.
-    :ivar packed: Pickle of the callable, or of the environment itself. It is loaded on demand, because that imports the
-        environment's modules.
+    :ivar packed: Pickle of ``loaded``. It is loaded on demand, because that imports the environment's modules.
     :ivar source: Source code of a function that builds the same environment.
     :ivar takes_arguments: Whether overrides are arguments of the callable. Otherwise they are set on the copy.
     :ivar parameters: Names of the callable's parameters.
@@ -53,9 +101,9 @@ class Recipe:
         """
         overrides = overrides or {}
         self.check(overrides, None)
+        environment = _call_with_specs(*self.load(), overrides if self.takes_arguments else {})
         if self.takes_arguments:
-            return _call_with_specs(*self.load(), overrides)
-        environment = unpack(self.packed) if self.origin == "pickle" else _call_with_specs(*self.load(), {})
+            return environment
         apply_changes(environment, self.changes)
         _set_overrides(environment, overrides)
         return environment
@@ -107,15 +155,13 @@ def _call_with_specs(build: Any, specs: Iterable[Any], arguments: Mapping[str, A
     return build(**arguments)
 
 
-def recipe_of_callable(build: Any, origin: str, source: str, *, takes_arguments: bool) -> Recipe:
+def recipe_of_callable(build: Any, origin: str, source: str) -> Recipe:
     """Return the recipe that calls a function.
 
     :raises NotCopyableError: If the function refers to objects that cannot be pickled.
     """
     loaded = (build, record.named_specs(build))
-    # Copies of an instance must not share the arguments of its constructor, so each one unpickles its own.
-    reload_each_time = not takes_arguments or any(map(walk.is_layer, record.referenced_values(build)))
-    parameters = _parameters(build) if takes_arguments else ()
+    reload_each_time = any(map(walk.is_layer, record.referenced_values(build)))
     try:
         packed = _pickle.dumps(loaded)
     except Exception as error:
@@ -127,8 +173,39 @@ def recipe_of_callable(build: Any, origin: str, source: str, *, takes_arguments:
             "inside of the function that builds the environment"
         ) from error
     return Recipe(
-        origin, packed, source, takes_arguments, parameters, reload_each_time, None if reload_each_time else loaded
+        origin, packed, source, True, _parameters(build), reload_each_time, None if reload_each_time else loaded
     )
+
+
+def recipe_of_instance(original: Fingerprint, source: str, *, constructs: bool) -> Recipe:
+    """Return the recipe that copies an instance.
+
+    :param original: Fingerprint of the instance.
+    :param source: Source code that constructs it.
+    :param constructs: Whether to repeat the recorded calls of its constructors. Otherwise it is pickled.
+    :raises NotRecordedError: If a constructor call was not recorded.
+    :raises Exception: If the instance, or an argument of a constructor, cannot be pickled.
+    """
+    environment, calls, references = original.objects[""], list[record.Call](), original.references
+
+    def reduce(value: Any) -> Any:
+        """Return the call that constructs an environment, for a pickle; None for other values."""
+        if not walk.is_layer(value):
+            return None
+        call = record.call_of(value)
+        if call is None:
+            raise NotRecordedError
+        calls.append(call)
+        return functools.partial(call.function, *call.args, **call.kwargs), ()
+
+    if constructs:
+        packed = _pickle.dumps(environment, reduce=reduce)
+    else:  # A copy refers to the globals and class attributes of its own process.
+        packed = _pickle.dumps(environment, (lambda part: references.get(id(part))) if references else None)
+    specs = record.named_specs([(call.function, call.args, call.kwargs) for call in calls])
+    origin = ("spec" if calls[0].function is record.make_from_spec else "constructor") if constructs else "pickle"
+    loaded = (functools.partial(unpack, packed), specs)
+    return Recipe(origin, _pickle.dumps(loaded), source, loaded=loaded)
 
 
 def _parameters(build: Any) -> tuple[str, ...]:
@@ -173,7 +250,7 @@ def _set_overrides(environment: Any, overrides: Mapping[str, Any]) -> None:
                 f"overrides: {name}={value!r} cannot be set on {type(layer).__name__}: {error}. {_CONSTRUCTOR_ADVICE}"
             ) from error
         kept = getattr(layer, name)
-        if kept is not value and not _equal(kept, value):
+        if kept is not value and not np.array_equal(kept, value):
             raise InvalidArgumentError(
                 f"overrides: {name}={value!r} was set on {type(layer).__name__}, which stores {kept!r} instead. "
                 f"{_CONSTRUCTOR_ADVICE}"
@@ -186,9 +263,137 @@ _CONSTRUCTOR_ADVICE = (
 )
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Return whether two values or arrays are equal; False if they cannot be compared."""
+# ---- In the process of the original: pack the values that a copy needs.
+
+
+def pack_values(original: Fingerprint, paths: Sequence[str]) -> list[Change | str]:
+    """Pickle the values of an instance at some paths.
+
+    :return: For each path a change, or the reason why its value cannot be set on a copy.
+    """
+    found = ((path, part) for path, part in original.objects.items() if path not in original.aliases)
+    homes = {id(part): path for path, part in found if walk.is_layer(part)}
+    return [_pack_value(original, path, homes) for path in paths]
+
+
+def _pack_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> Change | str:
+    """Pickle the value at a path as a change; return the reason if that is impossible."""
+    while path in original.steps and original.steps[path][1] is None:  # It cannot be set itself, but its holder can.
+        path = original.steps[path][0]
+    steps = _steps_to(original, path)
+    if not steps or path not in original.objects:
+        return "it cannot be set on a copy"
+    for where, reason in original.unpicklable.items():
+        if where.startswith(path):
+            return reason
+    packed = original.objects[path]
+
+    def location_of(value: Any) -> Any:
+        """Return the location of an object in a copy, or None to pickle the object."""
+        home = homes.get(id(value))
+        if value is packed or home is None or home.startswith(path):
+            return None if value is packed else original.references.get(id(value))
+        return _steps_to(original, home)
+
     try:
-        return bool((one == other) if not hasattr(one, "shape") else (one == other).all())
-    except (TypeError, ValueError):
+        return Change(path, steps, _pickle.dumps(packed, location_of))
+    except Exception as error:
+        return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _steps_to(original: Fingerprint, path: str) -> tuple[Step, ...] | None:
+    """Return the steps from an environment to a path; None if a copy has no such path."""
+    found: list[Step] = []
+    while path:
+        path, operation, key = original.steps.get(path, ("", None, None))
+        if operation is None:
+            return None
+        found.insert(0, (operation, key))
+    return tuple(found)
+
+
+def unpicklable(original: Fingerprint) -> str:
+    """Return the path of the innermost part of a value that cannot be pickled."""
+    found, parts = "", dict[str, list[str]]()
+    for path, (holder, _, _) in original.steps.items():
+        parts.setdefault(holder, []).append(path)
+    while True:
+        for deeper in parts.get(found, ()):
+            try:
+                _pickle.dumps(original.objects[deeper])
+            except Exception:
+                found = deeper
+                break
+        else:
+            return found
+
+
+# ---- In any process: set values on a copy.
+
+
+def unpack(packed: bytes, environment: Any = None) -> Any:
+    """Unpickle a value of :func:`pack_values`, or an environment.
+
+    :param packed: The pickle.
+    :param environment: Copy that the value is for. Parts of it that the value refers to are taken from it.
+    """
+
+    def find_object(place: Any) -> Any:
+        """Find a module's attribute or a part of the environment by its location in a pickle."""
+        if len(place) == 2 and isinstance(place[0], str):
+            return operator.attrgetter(place[1])(importlib.import_module(place[0]))
+        return functools.reduce(_follow_step, place, environment)
+
+    return _pickle.loads(packed, find_object)
+
+
+def _follow_step(holder: Any, step: Step) -> Any:
+    operation, key = step
+    if operation == "attribute":
+        return walk.attributes(holder)[key]
+    return getattr(holder, key) if operation == "field" else holder[key]
+
+
+def apply_changes(environment: Any, changes: Sequence[Change]) -> None:
+    """Set the changes of the original on a copy.
+
+    :raises LookupError: If a value cannot be set. The message names the path.
+    """
+    for change in changes:
+        try:
+            _apply_change(environment, change)
+        except Exception as error:
+            raise LookupError(f"{change.path} cannot be set on a copy: {error!r}") from error
+
+
+def _apply_change(environment: Any, change: Change) -> None:
+    """Set one changed value on a copy, in place if its type and shape allow that."""
+    holder = functools.reduce(_follow_step, change.steps[:-1], environment)
+    operation, key = change.steps[-1]
+    value = unpack(change.packed, environment)
+    held: Any = None
+    with contextlib.suppress(LookupError, AttributeError):
+        held = _follow_step(holder, change.steps[-1])
+    if _fits_in_place(held, value):
+        held[...] = value  # Other objects may refer to this array, or a C library to its memory.
+    elif type(held) is type(value) and isinstance(held, (ctypes.Structure, ctypes.Union, ctypes.Array)):
+        ctypes.memmove(ctypes.byref(held), ctypes.byref(value), ctypes.sizeof(value))
+    elif operation == "attribute":
+        names = walk.instance_dict(holder)
+        if names is not None and (key in names or key not in walk.attributes(holder)):
+            names[key] = value
+        else:  # It is the attribute of a slot.
+            object.__setattr__(holder, key, value)
+    elif operation == "field":
+        setattr(holder, key, value)
+    else:
+        holder[key] = value
+
+
+def _fits_in_place(held: Any, value: Any) -> bool:
+    """Whether a value can be written into the present array or tensor."""
+    is_array = hasattr(held, "dtype") and hasattr(type(held), "__setitem__")
+    if type(held) is not type(value) or not is_array or not getattr(held, "shape", ()):
         return False
+    is_fixed = getattr(held, "requires_grad", False) or (isinstance(held, np.ndarray) and not held.flags.writeable)
+    return bool(held.shape == value.shape and held.dtype == value.dtype and not is_fixed)

@@ -1,12 +1,11 @@
 """Record constructor calls of environments, and format them as source code.
 
 :func:`start_recording` patches the classes and functions in ``_RECORDED``. Each environment then stores the call that
-constructed it, with its arguments. :func:`call_of` returns the tree of calls that constructs an equal environment.
+constructed it, with its arguments. :func:`call_of` returns the call that constructs an equal environment.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import copy
 import dataclasses
@@ -56,7 +55,7 @@ _Recorded = TypeVar("_Recorded", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """A call that creates an object. Arguments may be calls, also within lists, tuples and dicts.
+    """A call that creates an object.
 
     :ivar function: Class or function to call.
     :ivar args: Positional arguments.
@@ -66,10 +65,6 @@ class Call:
     function: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def build(self) -> Any:
-        """Evaluate the arguments, then the call. A call that occurs twice is evaluated once."""
-        return _build_value(self, {})
 
     def __str__(self) -> str:
         if self.function is make_from_spec and self.args and is_spec(self.args[0]):
@@ -81,16 +76,6 @@ class Call:
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
-
-
-def _build_value(value: Any, made: dict[int, Any]) -> Any:
-    """Evaluate the calls in a value. Results are cached in ``made``."""
-    if type(value) is not Call:
-        return _map_container(value, lambda part: _build_value(part, made))
-    if id(value) not in made:
-        args, kwargs = _build_value(value.args, made), _build_value(value.kwargs, made)
-        made[id(value)] = value.function(*args, **kwargs)
-    return made[id(value)]
 
 
 def _map_container(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -259,9 +244,6 @@ def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return maker
 
 
-_MAX_COPIED_ITEMS = 10_000  # Containers with more items, and arrays of more than 100 times as many bytes, are shared.
-
-
 def _store_record(instance: Any, function: Any, frozen: Call | None) -> None:
     """Store the call that created an instance in its ``__dict__``, if it has one."""
     held = instance_dict(instance)
@@ -280,6 +262,9 @@ def _freeze_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         return None
 
 
+_MAX_COPIED_ITEMS = 10_000  # Containers with more items, and arrays of more than 100 times as many bytes, are shared.
+
+
 def _freeze(value: Any) -> Any:
     """Copy plain containers and arrays, except long ones, also in containers."""
     kind = type(value)
@@ -287,10 +272,6 @@ def _freeze(value: Any) -> Any:
         return value.copy() if value.nbytes <= 100 * _MAX_COPIED_ITEMS else value
     is_long = kind in _CONTAINERS and kind is not functools.partial and len(value) > _MAX_COPIED_ITEMS
     return value if is_long else _map_container(value, _freeze)
-
-
-class _UnknownError(Exception):
-    """Raised if an instance, or an environment among its arguments, has no record."""
 
 
 def recorded_call(instance: Any) -> Call | None:
@@ -307,39 +288,15 @@ def recorded_call(instance: Any) -> Call | None:
 
 
 def call_of(instance: Any) -> Call | None:
-    """Return the call that constructs an equal instance.
-
-    Environments among its arguments are replaced by calls, too.
-
-    :return: The call, or None if one of them was not recorded.
-    """
-    try:
-        return _find_call(instance, {})
-    except _UnknownError:
-        return None
-
-
-def _find_call(instance: Any, known: dict[int, Call]) -> Call:
-    """Return the call that creates an instance; raise _UnknownError if it was not recorded."""
+    """Return the call that constructs an equal instance, or None if it was not recorded."""
     raw = recorded_call(instance)
     made = raw is None or full_name(raw.function) == "gymnasium.envs.registration.make"
-    if made and (spec := spec_of(instance)) is not None:
-        # The constructor receives the specification's own containers, and may have changed them.
-        given = {} if raw is None else {key: raw.kwargs[key] for key in raw.kwargs.keys() & spec.kwargs.keys()}
-        spec.kwargs.update({key: part for key, part in given.items() if type(part) in (dict, list, np.ndarray)})
-        return Call(make_from_spec, (spec,))
-    if raw is None:
-        raise _UnknownError
-    return Call(raw.function, _replace_environments(raw.args, known), _replace_environments(raw.kwargs, known))
-
-
-def _replace_environments(value: Any, known: dict[int, Call]) -> Any:
-    """Replace the environments in a value by the calls that create them."""
-    if not is_layer(value):
-        return _map_container(value, lambda part: _replace_environments(part, known))
-    if id(value) not in known:
-        known[id(value)] = _find_call(value, known)
-    return known[id(value)]
+    if not made or (spec := spec_of(instance)) is None:
+        return raw
+    # The constructor receives the specification's own containers, and may have changed them.
+    given = {} if raw is None else {key: raw.kwargs[key] for key in raw.kwargs.keys() & spec.kwargs.keys()}
+    spec.kwargs.update({key: part for key, part in given.items() if type(part) in (dict, list, np.ndarray)})
+    return Call(make_from_spec, (spec,))
 
 
 # ---- gymnasium specifications and stable-retro games
@@ -442,8 +399,6 @@ def referenced_values(build: Any) -> Iterator[Any]:
         kind = type(value)
         if issubclass(kind, functools.partial):
             waiting += [value.func, value.args, value.keywords]
-        elif kind is Call:
-            waiting += [value.function, value.args, value.kwargs]
         elif kind in (list, tuple, dict):
             waiting += value.values() if kind is dict else value
         elif kind is types.CodeType:
@@ -522,25 +477,11 @@ def _modules_of(value: Any) -> list[str]:
 
 def source_of_callable(build: Any) -> str:
     """Return the source code of a function, a class or a partial."""
-    if isinstance(build, functools.partial):
-        return f"lambda: {Call(build.func, build.args, build.keywords)}"
-    if isinstance(build, type):
-        return f"lambda: {Call(build)}"
-    if getattr(build, "__name__", "") == "<lambda>":
-        return _lambda_source(build) or "lambda: ..."
-    return _display_name(build) if inspect.isroutine(build) else f"{_display_name(type(build))}(...)"
-
-
-def _lambda_source(build: Any) -> str | None:
-    """Return the source of a lambda function; None if it cannot be found."""
-    # Parse the whole file, because the lines of a lambda alone are often invalid Python.
-    try:
-        tree = ast.parse("".join(inspect.findsource(build)[0]))
-    except Exception:  # There may be no file, or the parser may fail. Messages then show dots.
-        return None
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
-    lines = [ast.unparse(node) for node in found if node.lineno == build.__code__.co_firstlineno]
-    return lines[0] if len(lines) == 1 else None
+    if isinstance(build, (functools.partial, type)):
+        is_class = isinstance(build, type)
+        return f"lambda: {Call(build) if is_class else Call(build.func, build.args, build.keywords)}"
+    name = _display_name(build) if inspect.isroutine(build) else f"{_display_name(type(build))}(...)"
+    return "lambda: ..." if name == "<lambda>" else name
 
 
 def _source_of_spec(spec: Any) -> str:
@@ -548,10 +489,10 @@ def _source_of_spec(spec: Any) -> str:
 
     Only arguments that differ from the registered ones are shown.
     """
-    known = sys.modules["gymnasium"].registry.get(spec.id)
-    usual = {} if known is None else known.kwargs
+    known = sys.modules["gymnasium"].registry.get(spec.id, spec)
+    usual = {} if known is spec else known.kwargs
     kwargs = {name: value for name, value in spec.kwargs.items() if repr(value) != repr(usual.get(name, ...))}
-    if known is not None and spec.max_episode_steps != known.max_episode_steps:
+    if spec.max_episode_steps != known.max_episode_steps:
         kwargs["max_episode_steps"] = -1 if spec.max_episode_steps is None else spec.max_episode_steps
     line = f"gymnasium.make({_format_arguments((spec.id,), kwargs)})"
     for wrapper in spec.additional_wrappers:
@@ -581,7 +522,7 @@ def _short_source(value: Any) -> str:
     if is_layer(value):
         return _source_of_environment(value)
     if isinstance(value, type) or inspect.isroutine(value):
-        return _display_name(value) if _display_name(value) != "<lambda>" else _lambda_source(value) or "..."
+        return _display_name(value) if _display_name(value) != "<lambda>" else "..."
     text = str(value) if type(value) is Call else repr(value)
     return text if len(text) <= 60 and "\n" not in text and " at 0x" not in text else "..."
 

@@ -14,7 +14,6 @@ import enum
 import functools
 import hashlib
 import logging
-import math
 import random
 import sys
 import types
@@ -22,7 +21,7 @@ import typing
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -35,14 +34,11 @@ RECORD = "_rl_ext_record"  # Attribute in which ``record`` stores the call that 
 # The step from a holder to a part: the suffix of the path, the operation that sets the part ("attribute", "item",
 # "field", or None if it cannot be set), and its name, key or index.
 Part = tuple[str, "str | None", Any, Any]
-_Found = TypeVar("_Found")
 
 _TORCH_SCALARS = ("dtype", "device", "layout", "memory_format", "Size")
-_SINGLETONS = (type(None), type(...), type(NotImplemented))
-_SCALARS: frozenset[type] = frozenset((bool, int, float, complex, str, bytes, *_SINGLETONS))
 # First elements of the tokens of immutable values, whose identity does not matter.
-SCALAR_TOKENS = {kind.__name__ for kind in _SCALARS} | {"tuple", "enum", "dtype", "slice", "range", "class", "module"}
-SCALAR_TOKENS |= {"number", "builtin", "typing", *_TORCH_SCALARS}
+SCALAR_TOKENS = {"NoneType", "bool", "int", "str", "bytes", "number", "value", "tuple", "enum"}
+SCALAR_TOKENS |= {"class", "module", "builtin"}
 _LONG_CONTAINER = 256  # Longer lists and dictionaries of numbers and strings get a single token.
 _MAX_TEXT = 4096
 _SMALLEST_ID = 1 << 32
@@ -55,8 +51,10 @@ _OWN_PACKAGES = {"rl_ext_core", "torchrl_ext", "sb3_ext"}  # A checkout counts a
 _C_DESCRIPTORS = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
 _NAMED_IN_C = (*_C_DESCRIPTORS, types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodWrapperType)
 # First elements of tokens that are ignored in libraries, because the modules imported so far determine such globals.
-_IMPORT_DEPENDENT = {"module", "class", "function", "builtin", "typing"}
+_IMPORT_DEPENDENT = {"module", "class", "function", "builtin"}
 _TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, type(typing.Any), type(typing.List[int]))  # noqa: UP006
+# Classes whose values are equal if their texts are.
+_VALUES = (slice, range, type(...), type(NotImplemented))
 _WRAPPERS: set[type] = {property, staticmethod, classmethod, types.MethodType, functools.partial}
 _WRAPPERS |= {functools.partialmethod, functools.cached_property, functools._lru_cache_wrapper}
 _CONTAINERS = (dict, list, set, frozenset, tuple, deque)
@@ -110,9 +108,10 @@ class Fingerprint:
         return self.tokens.get(self.canonical_path(path)) if found is None else found
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Return the paths at which two fingerprints differ, the shortest first."""
+        """Return the paths at which two fingerprints differ: globals and classes last, then by depth."""
         paths = {**self.tokens, **other.tokens, **self.aliases, **other.aliases}
-        return sort_paths(path for path in paths if self.differs(path, other))
+        different = (path for path in paths if self.differs(path, other))
+        return sorted(different, key=lambda path: (path.startswith("<"), path.count(".") + path.count("["), path))
 
     def differs(self, path: str, other: Fingerprint) -> bool:
         """Whether two fingerprints differ at a path, in value or in object identity."""
@@ -130,11 +129,6 @@ class Fingerprint:
         return {**self.__dict__, "objects": {}, "steps": steps, "references": {}}
 
 
-def sort_paths(paths: Any) -> list[str]:
-    """Sort paths: those of globals and classes last, then by depth."""
-    return sorted(paths, key=lambda path: (path.startswith("<"), path.count(".") + path.count("["), path))
-
-
 def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
     """Compute the fingerprint of an environment or another value.
 
@@ -143,7 +137,6 @@ def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
     """
     walk = _Walk()
     walk.visit_all(value)
-    walk.add_sharing_tokens()
     walk.mark_ids()
     if code:
         _CodeReader(walk).run()
@@ -185,9 +178,8 @@ def is_layer(value: Any) -> bool:
     return _has_reset_and_step(kind) and instance_dict(value) is not None
 
 
-def _cached_per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
-    """Cache the results of a function whose argument is a class."""
-    return functools.lru_cache(maxsize=10_000)(function)
+# Decorates functions whose argument is a class.
+_cached_per_class = functools.lru_cache(maxsize=10_000)
 
 
 @_cached_per_class
@@ -276,47 +268,35 @@ def _describer(kind: Any) -> Callable[[Any], Any] | None:
     """Return the function that computes the token of a scalar class. None for others."""
     name, torch = kind.__name__, sys.modules.get("torch")
     if kind in (str, bytes):
-        return _text_token
+        return lambda item: (name, item if len(item) <= _MAX_TEXT else digest(repr(item).encode()))
     if kind in (bool, int, type(None)):
         return lambda item: (name, item)
+    if kind in (float, complex) or issubclass(kind, np.generic):
+        return lambda item: ("number", name, repr(item))  # As a string, NaN equals itself.
     of_torch = torch is not None and any(kind is getattr(torch, name, None) for name in _TORCH_SCALARS)
-    if of_torch or kind in _SCALARS or kind in (slice, range):
-        return lambda item: (name, repr(item))  # As a string, NaN equals itself.
+    if of_torch or kind in _VALUES or issubclass(kind, (np.dtype, *_TYPING)):
+        return lambda item: ("value", name, repr(item))
     if issubclass(kind, enum.Enum):
         return lambda item: ("enum", full_name(kind), str(item._name_))
-    if issubclass(kind, np.generic):
-        return lambda item: ("number", name, item.tobytes() if kind is np.void else repr(item))
-    if issubclass(kind, np.dtype):
-        return lambda item: ("dtype", repr(item))
     if issubclass(kind, type):
         return lambda item: ("class", *name_of(item))
     if issubclass(kind, (types.ModuleType, logging.Logger)):
         return lambda item: ("module", item.name if issubclass(kind, logging.Logger) else item.__name__)
     if kind is types.FunctionType:
         return lambda item: ("function", item.__module__, item.__qualname__) if is_global(item) else None
-    if issubclass(kind, _NAMED_IN_C):
-        return lambda item: ("builtin", str(getattr(item, "__module__", None)), item.__qualname__)
-    if issubclass(kind, types.BuiltinFunctionType):
-        return _builtin_token
-    return (lambda item: ("typing", repr(item))) if issubclass(kind, _TYPING) else None
-
-
-def _text_token(text: Any) -> Any:
-    kind = type(text)
-    if len(text) <= _MAX_TEXT:
-        return kind.__name__, text
-    return kind.__name__, len(text), digest(text.encode("utf-8", "surrogatepass") if kind is str else text)
+    return _builtin_token if issubclass(kind, (*_NAMED_IN_C, types.BuiltinFunctionType)) else None
 
 
 def _builtin_token(function: Any) -> Any:
     """Return the token of a function in C; None if it is a method of an instance."""
-    has_owner = not isinstance(function.__self__, (type, types.ModuleType, type(None)))
-    return None if has_owner else ("builtin", str(function.__module__), function.__qualname__)
+    has_owner = not isinstance(getattr(function, "__self__", None), (type, types.ModuleType, type(None)))
+    module = getattr(function, "__module__", None)
+    return None if has_owner else ("builtin", str(module), function.__qualname__)
 
 
 def is_number(token: Any) -> bool:
     """Whether a token describes a float, a complex number, a NumPy scalar, an array or a tensor."""
-    return token is not None and (token[0] in ("float", "complex", "number") or "." in token[0])
+    return token is not None and (token[0] == "number" or "." in token[0])
 
 
 def plain_token(item: Any, depth: int = _MAX_DEPTH) -> Any:
@@ -341,19 +321,13 @@ def plain_token(item: Any, depth: int = _MAX_DEPTH) -> Any:
 
 
 def _key_label(key: Any) -> str | None:
-    """Return a string for a dictionary key or set element.
-
-    None if only its identity distinguishes it.
-    """
-    if type(key) is str:
-        return repr(key) if len(key) < _LONG_CONTAINER else digest(key.encode("utf-8", "surrogatepass"))
-    if type(key) is tuple:
-        parts = [_key_label(part) for part in key]
-        return None if None in parts else f"({', '.join(map(str, parts))})"
-    if type(key) is int:
-        return None if key > _SMALLEST_ID else repr(key)  # A large number may be the id of an object.
-    token = scalar_token(key)
-    return None if token is None else f"<{token}>"
+    """Return a string for a dictionary key, or None if only its identity distinguishes it."""
+    token = plain_token(key)
+    if token is None or (type(key) is int and key > _SMALLEST_ID):  # A large number may be the id of an object.
+        return None
+    is_readable = {str, int, float}.issuperset(map(type, key if type(key) is tuple else (key,)))
+    text = repr(key) if is_readable else f"<{token}>"
+    return text if len(text) < _LONG_CONTAINER else digest(text.encode())
 
 
 def is_global(function: Any) -> bool:
@@ -411,15 +385,14 @@ class _Walk:
     :ivar functions: Visited functions.
     """
 
-    def __init__(self, *, longest: float = math.inf) -> None:
+    def __init__(self, longest: float = float("inf")) -> None:
         self.found = Fingerprint()
         self.seen: dict[int, str] = {}
         self.classes: dict[type, None] = {}
         self.functions: list[types.FunctionType] = []
         self._longest = longest
-        self._arrays: list[tuple[str, int, int]] = []
+        self._owners: dict[int, str] = {}
         self._numbers: list[tuple[str, int]] = []
-        self._cells: dict[int, list[tuple[str, bool]]] = {}
         self._waiting: deque[tuple[str, Any]] = deque()
 
     def visit_all(self, value: Any) -> None:
@@ -475,6 +448,8 @@ class _Walk:
             return self._parts_of_function(path, item)
         if kind is weakref.ref:
             return [("()", None, None, item())]
+        if kind is types.CellType:
+            return [(".<value>", None, None, item.cell_contents)]
         if simulators.field_reader(kind) is not None:
             fields, are_set = simulators.fields(item)
             return [(f".{name}", "field" if are_set else None, name, part) for name, part in fields.items()]
@@ -506,10 +481,12 @@ class _Walk:
         if array.dtype.hasobject:
             yield from ((f"[{i}]", None, None, part) for i, part in enumerate(array.ravel().tolist()))
         elif array.nbytes:
-            strides = [(count - 1) * stride for count, stride in zip(array.shape, array.strides, strict=True)]
-            start = array.__array_interface__["data"][0]
-            low, high = sum(s for s in strides if s < 0), sum(s for s in strides if s > 0)
-            self._arrays.append((path, start + low, start + high + array.itemsize))
+            owner = array
+            while isinstance(owner.base, np.ndarray):
+                owner = owner.base
+            first = self._owners.setdefault(owner.__array_interface__["data"][0], path)
+            if first != path:
+                self.found.tokens[f"{path}.<memory>"] = "shared with", first
         yield from self._parts_of_attributes(path, array)
 
     def _parts_of_function(self, path: str, function: types.FunctionType) -> Iterator[Part]:
@@ -519,14 +496,13 @@ class _Walk:
         for name in ("__defaults__", "__kwdefaults__"):
             yield f".{name}", None, None, getattr(function, name)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._cells.setdefault(id(cell), []).append(
-                (f"{path}.<{name}>", name in _assigned_free_variables(function.__code__))
+            # A cell is a part, because functions may share it. An empty one has no value yet. The progress of a
+            # library's own generator is ignored, because it depends on the number of resets.
+            skipped = cell == types.CellType() or (
+                type(cell.cell_contents) is types.GeneratorType and is_installed(str(function.__module__))
             )
-            with contextlib.suppress(ValueError):  # The variable may not have a value yet.
-                part = cell.cell_contents
-                # The progress of a library's own generator is ignored, because it depends on the number of resets.
-                if type(part) is not types.GeneratorType or not is_installed(str(function.__module__)):
-                    yield f".<{name}>", None, None, part
+            if not skipped:
+                yield f".<{name}>", None, None, cell
         for name in sorted(globals_in(function.__code__)):
             part = function.__globals__.get(name)
             if part is not None and not isinstance(part, types.ModuleType):
@@ -575,11 +551,7 @@ class _Walk:
             yield from ((f"[{i}]", operation, i, part) for i, part in enumerate(() if flat else list(item)))
         elif issubclass(kind, (set, frozenset)):
             self.found.tokens[path] = "object", full_name(kind), len(item)
-            labeled = [(_key_label(part), part) for part in item]
-            named = {text: part for text, part in labeled if text is not None}
-            others = sorted((part for text, part in labeled if text is None), key=_sort_key_of_part)
-            yield from ((f"{{{text}}}", None, None, named[text]) for text in sorted(named))
-            yield from ((f"{{#{index}}}", None, None, part) for index, part in enumerate(others))
+            yield from ((f"{{#{index}}}", None, None, part) for index, part in enumerate(sorted(item, key=_sort_key)))
 
     def mark_ids(self) -> None:
         """Mark numbers that are ids of visited objects. In a copy, these objects have other ids."""
@@ -588,19 +560,6 @@ class _Walk:
                 self.found.unpicklable[path] = "it is the id of another object, which a copy does not have"
                 if path in self.found.tokens and self.found.objects[path] == number:
                     self.found.tokens[path] = "id of", self.seen[number]
-
-    def add_sharing_tokens(self) -> None:
-        """Add tokens for arrays that share memory, and functions that share a variable."""
-        for uses in self._cells.values():
-            if any(assigns for _, assigns in uses):
-                self.found.tokens.update({f"{path}.<variable>": ("same as", uses[0][0]) for path, _ in uses[1:]})
-        first, end, begin = "", 0, 0
-        for path, low, high in sorted(self._arrays, key=lambda entry: (entry[1], -entry[2], entry[0])):
-            if low < end:
-                self.found.tokens[f"{path}.<memory>"] = "shared with", first, low - begin
-            else:
-                first, begin = path, low
-            end = max(end, high)
 
 
 def _reduced_parts(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterator[Any]:
@@ -612,13 +571,10 @@ def _reduced_parts(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterat
     yield from (None if part is None or callable(part) else list(part) for part in contents)
 
 
-def _sort_key_of_part(item: Any, depth: int = 2) -> str:
+def _sort_key(item: Any) -> str:
     """Return a string by which elements of a set are sorted, equal in every process."""
-    known = {
-        name: scalar_token(part) or (depth and _sort_key_of_part(part, depth - 1))
-        for name, part in attributes(item).items()
-    }
-    return f"{full_name(type(item))} {known}"
+    held = {name: plain_token(part) for name, part in attributes(item).items()}
+    return f"{full_name(type(item))} {plain_token(item)} {held}"
 
 
 def _flat_token(item: Any) -> Any:
@@ -648,6 +604,8 @@ class _CodeReader:
                 self._read_class(kind)
 
     def _read_class(self, kind: type) -> None:
+        if id(kind) in self._done:
+            return
         self._done.add(id(kind))
         for name, part in list(vars(kind).items()):
             functions = list(functions_in(part))
@@ -659,57 +617,41 @@ class _CodeReader:
 
     def _read_function(self, function: types.FunctionType) -> None:
         """Add the globals that a function reads, and read the user's functions that it calls."""
-        if id(function.__code__) in self._done:
+        space, known = function.__globals__, STABLE_PACKAGES | _OWN_PACKAGES
+        module = str(space.get("__name__"))
+        if id(function.__code__) in self._done or module.partition(".")[0] in known:
             return
         self._done.add(id(function.__code__))
-        space = function.__globals__
-        module = str(space.get("__name__"))
-        if module.partition(".")[0] in STABLE_PACKAGES | _OWN_PACKAGES:
-            return
-        for name in sorted(globals_in(function.__code__)):
-            part: Any = space.get(name)
+        for name in sorted(globals_in(function.__code__) & space.keys()):
+            part: Any = space[name]
             if not issubclass(type(part), types.ModuleType):  # isinstance() would ask a proxy for its class.
-                self._add_global(module, space, name)
-            elif part.__name__.partition(".")[0] not in STABLE_PACKAGES | _OWN_PACKAGES:
+                self._add(f"<global {module}.{name}>", part, sys.modules.get(module), name, module)
+            elif part.__name__.partition(".")[0] not in known:
                 for used in sorted(set(function.__code__.co_names) & vars(part).keys()):
-                    self._add_global(part.__name__, vars(part), used)
-
-    def _add_global(self, module: str, space: Mapping[str, Any], name: str) -> None:
-        label = f"<global {module}.{name}>"
-        if name in space and label not in self._found.tokens and not issubclass(type(space[name]), types.ModuleType):
-            self._add(label, space[name], sys.modules.get(module), name, module)
+                    self._add(f"<global {part.__name__}.{used}>", vars(part)[used], part, used, part.__name__)
 
     def _add(self, label: str, part: Any, owner: Any, name: str, module: str) -> None:
         """Add a value of a class or a module. Of installed libraries, only public plain data is added."""
-        if type(part) in weakref.ProxyTypes:
-            return
-        if not is_installed(module):
-            self._add_user_value(label, part, owner, name)
-        elif (
-            not name.startswith("_") and (token := plain_token(part)) is not None and token[0] not in _IMPORT_DEPENDENT
-        ):
-            self._found.tokens[label] = token
-
-    def _add_user_value(self, label: str, part: Any, owner: Any, name: str) -> None:
-        found, functions = self._found, list(functions_in(part))
         kind: Any = type(part)
+        if label in self._found.tokens or kind in weakref.ProxyTypes or issubclass(kind, types.ModuleType):
+            return
+        token = plain_token(part)
+        if is_installed(module):
+            if not name.startswith("_") and token is not None and token[0] not in _IMPORT_DEPENDENT:
+                self._found.tokens[label] = token
+            return
         if (reason := simulators.why_unpicklable(kind)) is not None:
-            found.unpicklable[label] = reason
+            self._found.unpicklable[label] = reason
             return
         self._add_identity(label, part, owner, name)
+        functions = list(functions_in(part))
         if functions:
-            function_tokens = [
-                ("function", code_digest(one.__code__), plain_token(one.__defaults__)) for one in functions
-            ]
-            found.tokens[label] = tuple(function_tokens)
-            for function in functions:
-                self._read_function(function)
-        elif isinstance(part, type):
-            found.tokens[label] = scalar_token(part)
-            if id(part) not in self._done and not is_installed(name_of(part)[0]):
-                self._read_class(part)
-        else:
-            found.tokens[label] = plain_token(part) or _object_token(part)
+            token = tuple(("function", code_digest(one.__code__), plain_token(one.__defaults__)) for one in functions)
+        self._found.tokens[label] = token or _object_token(part)
+        for function in functions:
+            self._read_function(function)
+        if isinstance(part, type) and not is_installed(name_of(part)[0]):
+            self._read_class(part)
 
     def _add_identity(self, label: str, part: Any, owner: Any, name: str) -> None:
         """Add a token if the environment refers to the same object as a module or class."""
@@ -717,16 +659,17 @@ class _CodeReader:
         if where is None or where not in self._found.objects or scalar_token(part) is not None:
             return
         self._found.tokens[f"{where}.<is>"] = "is", label
-        module = owner.__name__ if isinstance(owner, types.ModuleType) else getattr(owner, "__module__", "")
-        by_name = isinstance(owner, types.ModuleType) or is_global(owner)
-        if by_name and module not in ("__main__", "__mp_main__") and is_importable_elsewhere(module):
-            qualified = name if isinstance(owner, types.ModuleType) else f"{owner.__qualname__}.{name}"
+        is_module = isinstance(owner, types.ModuleType)
+        module = owner.__name__ if is_module else getattr(owner, "__module__", "")
+        is_main = module in ("__main__", "__mp_main__")
+        if (is_module or is_global(owner)) and not is_main and is_importable_elsewhere(module):
+            qualified = name if is_module else f"{owner.__qualname__}.{name}"
             self._found.references.setdefault(id(part), (module, qualified))
 
 
 def _object_token(item: Any) -> Any:
     """Return a single token for an object and its parts, equal in every process."""
-    walk = _Walk(longest=_MAX_OBJECT_TOKENS)
+    walk = _Walk(_MAX_OBJECT_TOKENS)
     walk.visit_all(item)
     return "object", full_name(type(item)), digest(repr(sorted(walk.found.tokens.items())).encode("utf-8", "replace"))
 
@@ -752,13 +695,6 @@ def globals_in(code: types.CodeType) -> frozenset[str]:
             found.add(code.co_names[argument >> _GLOBAL_OPERATIONS[operation]])
     within = (part for part in code.co_consts if isinstance(part, types.CodeType))
     return frozenset(found.union(*map(globals_in, within)))
-
-
-@functools.lru_cache(maxsize=1000)
-def _assigned_free_variables(code: types.CodeType) -> frozenset[str]:
-    """Return the variables of enclosing functions that code assigns."""
-    stored = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"}
-    return frozenset(stored & set(code.co_freevars))
 
 
 @functools.lru_cache(maxsize=1000)

@@ -6,7 +6,7 @@ Simulators written in C often allow one instance per process, or silently share 
 
 from __future__ import annotations
 
-from rl_ext_core.isolation.probing import probe
+from rl_ext_core.isolation.judge import probe
 from rl_ext_core.isolation.verdict import Isolation, Verdict
 
 __all__ = ["Isolation", "Verdict", "probe"]

@@ -1,4 +1,4 @@
-"""``Judge``: run the trials of a probe, compare their results, and conclude a verdict.
+"""``probe``: read declarations, or run trials, compare their results, and conclude a verdict.
 
 A trial with a single instance provides the reference. In the next trials, two instances run in two processes, then in
 one process. They are built in both orders, and one is closed half-way. This process sends all operations. Their order
@@ -10,29 +10,41 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import signal
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rl_ext_core import _file_guard
-from rl_ext_core.factory import EnvFactory
+from rl_ext_core.errors import InvalidArgumentError, NotCopyableError
+from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory.compare import WORKER_MODULES
 from rl_ext_core.isolation import trial
 from rl_ext_core.isolation.trial import RETURNED, STILL_RETURNED, Operation
-from rl_ext_core.isolation.verdict import MIN_STEPS, Isolation, Verdict, conclude
+from rl_ext_core.isolation.verdict import (
+    MIN_STEPS,
+    Isolation,
+    Verdict,
+    conclude,
+    declared_by_source,
+    declared_verdict,
+)
 from rl_ext_core.processes import get_context
+
+__all__ = ["probe"]
+
+_log = logging.getLogger("rl_ext_core.isolation")
+_MAX_SOURCES = 8
 
 # Time limits of an operation: of the first trial, then a multiple of the longest time measured there, and its minimum.
 _FIRST_LIMIT_S, _LIMIT_FACTOR, _MIN_LIMIT_S = 300.0, 20, 20.0
 _CLOSE_TIMEOUT_S = 3.0
 # Seconds of steps to compare. If the first reset and three steps take longer, only _SHORT_STEPS steps are compared.
 _STEPPING_S, _SHORT_STEPS = 2.0, 6
-_AVERAGED = 10
 _ORDINALS = ("the first", "the second", "the third", "the fourth")
 _DOING = {"load": "unpickling", "build": "building", "reset": "resetting", "close": "closing", "measure": "measuring"}
 _MISSING = ("raises FileNotFoundError", "raises NotADirectoryError")
@@ -58,6 +70,71 @@ _OWN_CWD_ADVICE = ' With separate working directories they do not: use make_vec_
 _ONE_PROCESS_ADVICE = " In one process they are independent."
 _NO_SOLUTION_TEXT = ' Separate working directories (cwd="own") do not help, so only one instance can run at a time.'
 _TIMEOUT_ADVICE = " To wait longer, use probe(source, timeout=...) or make_vec_env(..., probe_timeout=...)."
+
+
+def probe(source: Any, *, steps: int = 100, timeout: float | None = None) -> Verdict:
+    """Test whether several instances of an environment can share a process.
+
+    Instances are built in temporary processes, never in this one.
+
+    A declaration takes precedence: ``metadata = {"isolation": "process"}`` in the environment's class, or the flag
+    ``canBeInstantiatedOnlyOncePerProcess`` of an FMI model description. Otherwise three trials run in temporary
+    processes, with the same seeds and actions and an empty working directory:
+
+    - a single instance,
+    - two instances in two processes,
+    - two instances in one process, built in both orders. One of them is closed half-way.
+
+    Observations, rewards, flags, infos and ``action_masks()`` are compared bit for bit. Effects of a third instance, of
+    more steps, or of ``reset`` options are not detected.
+
+    .. code-block:: python
+
+        verdict = probe("CartPole-v1")
+        if verdict.isolation is Isolation.INDEPENDENT:
+            venv = DummyVecEnv(...)
+
+    :param source: An environment, a function or class that builds one, a gymnasium id or specification, or the result
+        of :func:`~rl_ext_core.factory.as_factory`. A list contains sources that share a process. The first eight
+        different ones are tested.
+    :param steps: Number of steps to compare, at least 10. Fewer are compared if steps are slow.
+    :param timeout: Seconds that building an environment, a reset or a step may take. The default is 300 for the first
+        instance. For others it is 20 times the longest time measured there, at least 20.
+    :return: The verdict. Its ``isolation`` is ``UNKNOWN`` if the environment cannot be tested in another process.
+    :raises InvalidArgumentError: If the declared value is unknown, or ``steps`` or ``timeout`` is out of range.
+    :raises WorkerError: If Python cannot be started.
+    """
+    start = time.monotonic()
+    if steps < MIN_STEPS:
+        raise InvalidArgumentError(f"steps={steps!r} is too small: expected at least {MIN_STEPS}. Use steps=100")
+    if not (timeout is None or timeout > 0):
+        raise InvalidArgumentError(
+            f"timeout={timeout!r} is not valid: expected seconds above 0, or None for the default. Use timeout=60"
+        )
+    sources = list(source) if isinstance(source, (list, tuple)) else [source, source]
+    if not sources:
+        raise InvalidArgumentError("source=[] is empty: expected at least one factory. Use probe([make] * 4)")
+    try:
+        made = {key: as_factory(one, verify=False) for key, one in {id(one): one for one in sources}.items()}
+    except NotCopyableError as error:
+        return conclude(Isolation.UNKNOWN, f"It could not be tested: {str(error).rstrip('.')}.")
+    declarations = [declared_by_source(factory) for factory in made.values()]
+    declared = [declared_verdict(declaration) for declaration in declarations if declaration is not None]
+    # The strictest declaration counts. A source without one could be stricter than a mild declaration.
+    verdict = next((one for one in declared if not one.in_process), None)
+    if verdict is None and declared and None not in declarations:
+        verdict = declared[0]
+    if verdict is None:
+        # A source that occurs several times is built twice. There are at least two instances in all.
+        times = {key: min(2, sum(id(one) == key for one in sources)) for key in [*made][:_MAX_SOURCES]}
+        trial_factories = [made[key] for key, count in times.items() for _ in range(count if len(made) > 1 else 2)]
+        what = f"{len(trial_factories) + 1} instances of {trial_factories[0].to_source()}"
+        _log.info('testing %s in temporary processes. To skip this, write isolation="process"', what)
+        verdict = Judge(trial_factories, steps, timeout).verdict()
+        if len(made) > _MAX_SOURCES:
+            text = f"{verdict.explanation} Sources after the first {_MAX_SOURCES} different ones were not tested."
+            verdict = dataclasses.replace(verdict, explanation=text)
+    return dataclasses.replace(verdict, seconds=round(time.monotonic() - start, 3))
 
 
 def _resets_and_steps(source: int, order: int, steps: int) -> list[Operation]:
@@ -243,39 +320,35 @@ class Judge:
         alone = self._run_alone(shorten=True)
         declared = alone.find_entry("declared") if self._is_one_factory else None
         if alone.failed is not None:
-            return self._verdict_on_failure(alone) if declared is None else declared.verdict()
+            return self._verdict_on_failure(alone) if declared is None else declared_verdict(declared)
         longest = max(alone.seconds("build", "reset", "step"))
         self._limit = max(_MIN_LIMIT_S, _LIMIT_FACTOR * longest) if self._timeout is None else self._timeout
-        times = [*alone.seconds("step")[1:], *alone.find_entry("times")]
-        width = min(_AVERAGED, len(times))
         return dataclasses.replace(
-            self._compare(alone) if declared is None else declared.verdict(),
-            # Other programs affect the smallest average over several steps the least.
-            step_seconds=float(np.convolve(times, np.full(width, 1 / width), "valid").min()),
-            build_seconds=alone.seconds("build")[0],
+            self._compare(alone) if declared is None else declared_verdict(declared),
+            step_seconds=alone.find_entry("step_seconds"),
             private_bytes=alone.find_entry("private_bytes"),
         )
 
     # -- trials
 
     def _run_alone(self, source: int = 0, *, shorten: bool = False) -> _TrialLog:
-        run = _TrialLog()
-        return self._run(self._batches_alone(source, run, shorten), run)
-
-    def _batches_alone(self, source: int, run: _TrialLog, shorten: bool) -> Iterator[list[Operation]]:
-        """Yield batches of operations of a single instance.
+        """Run the trial with a single instance.
 
         :param shorten: Whether to reduce the number of steps of this and later trials if the first ones are slow.
         """
-        beginning = _resets_and_steps(source, 0, self._steps)[:4]
-        yield [Operation(source, 0, "build"), *beginning]
-        if shorten and sum(run.seconds("reset", "step")) > _STEPPING_S:
-            self._steps = _SHORT_STEPS
-        elif shorten:
-            affordable = _STEPPING_S / max(min(run.seconds("step")), 1e-9)
-            self._steps = max(MIN_STEPS, int(min(self._steps, affordable)))
-        ending = [Operation(source, 0, "measure"), Operation(source, 0, "close", counts=False)]
-        yield [*_resets_and_steps(source, 0, self._steps)[4:], *ending]
+        run = _TrialLog()
+
+        def batches() -> Iterator[list[Operation]]:
+            yield [Operation(source, 0, "build"), *_resets_and_steps(source, 0, self._steps)[:4]]
+            if shorten and sum(run.seconds("reset", "step")) > _STEPPING_S:
+                self._steps = _SHORT_STEPS
+            elif shorten:
+                affordable = _STEPPING_S / max(min(run.seconds("step")), 1e-9)
+                self._steps = max(MIN_STEPS, int(min(self._steps, affordable)))
+            ending = [Operation(source, 0, "measure"), Operation(source, 0, "close", counts=False)]
+            yield [*_resets_and_steps(source, 0, self._steps)[4:], *ending]
+
+        return self._run(batches(), run)
 
     def _run_apart(self, *, own_cwd: bool = False) -> _TrialLog:
         """Run the trial with each instance in its own process."""

@@ -9,8 +9,8 @@ import contextlib
 import hashlib
 import os
 import pickle
+import statistics
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,7 +119,7 @@ class _Trial:
         if instance is None:
             return self._load() if operation.kind == "load" else self._build(operation)
         if operation.kind == "measure":
-            return {"private_bytes": resources.private_memory(), "times": [*instance.time_steps()]}
+            return {"private_bytes": resources.private_memory(), "step_seconds": instance.time_steps()}
         if operation.kind == "close":
             return self.instances.pop((operation.source, operation.order)).close()
         return instance.reset_or_step(operation)
@@ -152,12 +152,13 @@ class _RecordingEnv:
     def __init__(self, environment: Any, seed: int) -> None:
         self._environment = environment
         self._driver: Any = drivers.driver_for(environment, seed=seed)
-        if self._driver is None and hasattr(environment, "reset") and hasattr(environment, "action_space"):
+        has_interface = hasattr(environment, "reset") and hasattr(environment, "action_space")
+        if self._driver is None and has_interface and getattr(environment, "num_envs", 1) == 1:
             self._driver = drivers.GymnasiumDriver(environment, np.random.default_rng(seed))
         if self._driver is None:
             raise InvalidTypeError(
-                f"{type(environment).__module__}.{type(environment).__qualname__} cannot be stepped: expected an "
-                "environment of gymnasium, PettingZoo, dm_env, robosuite, TorchRL or Stable Baselines3"
+                f"{type(environment).__module__}.{type(environment).__qualname__} cannot be stepped: expected a single "
+                "environment of gymnasium, PettingZoo, dm_env, robosuite or TorchRL"
             )
         if isinstance(self._driver, drivers.GymnasiumDriver):
             self._driver._env = self
@@ -192,13 +193,12 @@ class _RecordingEnv:
         returned, seconds = self._time_operation(operation.kind, operation.seed)
         return {**observed, RETURNED: _digest(returned), "seconds": seconds}
 
-    def time_steps(self) -> Iterator[float]:
-        """Take steps, and yield the duration of each in seconds."""
-        until = time.perf_counter() + _TIMED_S
-        for _ in range(_TIMED_STEPS):
-            yield self._time_operation("step", None)[1]
-            if time.perf_counter() > until:
-                break
+    def time_steps(self) -> float:
+        """Take steps, and return the median of their seconds, which other programs affect little."""
+        until, times = time.perf_counter() + _TIMED_S, list[float]()
+        while not times or (len(times) < _TIMED_STEPS and time.perf_counter() < until):
+            times.append(self._time_operation("step", None)[1])
+        return statistics.median(times)
 
     def close(self) -> dict[str, Any]:
         """Close the environment. If that raises, return the error as ``"complaint"``."""

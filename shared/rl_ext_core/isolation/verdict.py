@@ -11,7 +11,7 @@ import json
 import sys
 import types
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import EnvFactory, walk
@@ -71,7 +71,6 @@ class Verdict:
     :ivar in_process: Whether several instances may run in one process.
     :ivar step_seconds: Seconds per step in the fastest steps of a single instance, or None if not measured. Includes
         drawing the action for environments that are not gymnasium's.
-    :ivar build_seconds: Seconds to build an instance in a new process, including imports. None if not measured.
     :ivar private_bytes: Memory in bytes that a process with one instance does not share. None if not measured.
     :ivar seconds: Seconds that the probe took.
 
@@ -85,7 +84,6 @@ class Verdict:
     declared_by: str
     in_process: bool = False
     step_seconds: float | None = None
-    build_seconds: float | None = None
     private_bytes: int | None = None
     seconds: float = 0.0
 
@@ -116,28 +114,23 @@ def conclude(isolation: Isolation, text: str, by: str = "probe", *, in_process: 
     return Verdict(isolation, f"{text} {follows}".rstrip(), by, in_process=in_process)
 
 
-class Declaration(NamedTuple):
-    """Isolation that an environment declares.
+# The isolation that an environment declares, and the subject of a sentence, such as `MyEnv.metadata["isolation"]`.
+Declaration = tuple[str, str]
 
-    :ivar value: The declared value.
-    :ivar subject: Subject of a sentence about it, such as ``MyEnv.metadata["isolation"]``.
+
+def declared_verdict(declaration: Declaration) -> Verdict:
+    """Return the verdict that an environment declares.
+
+    :raises InvalidArgumentError: If the declared value is unknown.
     """
-
-    value: str
-    subject: str
-
-    def verdict(self) -> Verdict:
-        """Return the declared verdict.
-
-        :raises InvalidArgumentError: If the value is unknown.
-        """
-        isolation = _DECLARED.get(self.value.lower().replace("_", "-"))
-        if isolation is None:
-            raise InvalidArgumentError(
-                f"{self.subject} is {self.value!r}: expected one of {', '.join(map(repr, _DECLARED))}. Use "
-                f'metadata = {{..., "{_KEY}": "{Isolation.SINGLE_INSTANCE.value}"}} in the environment\'s class'
-            )
-        return conclude(isolation, f'{self.subject[0].upper()}{self.subject[1:]} says "{self.value}".', "environment")
+    value, subject = declaration
+    isolation = _DECLARED.get(value.lower().replace("_", "-"))
+    if isolation is None:
+        raise InvalidArgumentError(
+            f"{subject} is {value!r}: expected one of {', '.join(map(repr, _DECLARED))}. Use "
+            f'metadata = {{..., "{_KEY}": "{Isolation.SINGLE_INSTANCE.value}"}} in the environment\'s class'
+        )
+    return conclude(isolation, f'{subject[0].upper()}{subject[1:]} says "{value}".', "environment")
 
 
 def declared_by_instance(environment: Any) -> Declaration | None:
@@ -168,7 +161,7 @@ def _read_declaration(holder: Any) -> Declaration | None:
     kind = holder if isinstance(holder, type) else type(getattr(holder, "unwrapped", holder))
     value = metadata[_KEY]
     value = value.value if isinstance(value, Isolation) else value
-    return Declaration(value if isinstance(value, str) else repr(value), f'{kind.__qualname__}.metadata["{_KEY}"]')
+    return value if isinstance(value, str) else repr(value), f'{kind.__qualname__}.metadata["{_KEY}"]'
 
 
 def _class_of(build: Any) -> Any:
@@ -187,20 +180,9 @@ def _class_of(build: Any) -> Any:
 
 
 def _fmi_flag(environment: Any) -> Declaration | None:
-    """Search attributes, mappings, lists and tuples for FMI's flag, breadth first.
-
-    ``__getattr__`` is not called.
-    """
-    waiting, seen = [environment], {id(environment)}
-    for item in waiting:  # The loop appends to it.
-        held = walk.attributes(item)
-        if held.get(_FMI) is True:
-            return Declaration(Isolation.SINGLE_INSTANCE.value, f"the flag {_FMI} of the FMI model description")
-        parts = (
-            item.values() if isinstance(item, Mapping) else item if isinstance(item, (list, tuple)) else held.values()
-        )
-        for part in itertools.islice(parts, _MAX_OBJECTS - len(waiting)):
-            if not isinstance(part, (str, bytes, int, float, type, types.ModuleType)) and id(part) not in seen:
-                seen.add(id(part))
-                waiting.append(part)
+    """Search attributes, mappings, lists and tuples for FMI's flag, without calling ``__getattr__``."""
+    leaves = (str, bytes, int, float, type, types.ModuleType)
+    parts = walk.reachable(environment, lambda part: not issubclass(type(part), leaves))
+    if any(walk.attributes(item).get(_FMI) is True for item in itertools.islice(parts, _MAX_OBJECTS)):
+        return Isolation.SINGLE_INSTANCE.value, f"the flag {_FMI} of the FMI model description"
     return None

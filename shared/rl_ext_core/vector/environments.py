@@ -20,7 +20,7 @@ import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.factory import EnvFactory
-from rl_ext_core.factory.convert import convert
+from rl_ext_core.factory.factory import convert
 from rl_ext_core.recording.layers import layer_states, restore_layers
 from rl_ext_core.recording.memory_layout import MemoryLayout
 from rl_ext_core.recording.recorder import RECORDED_CALLS

@@ -10,9 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from rl_ext_core.cli.doctor import print_report
+from rl_ext_core.cli.doctor import DoctorReport, examine, print_report
 from rl_ext_core.devices import Gpu, Inventory
-from rl_ext_core.devices.doctor import DoctorReport, examine
 from tests.core.devices.machines import gpus, machine, uuid
 
 EGL = {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "egl"}
@@ -79,7 +78,7 @@ class FakeNvml(ModuleType):
             "DeviceGetCount": lambda: len(gpus),
             "DeviceGetHandleByIndex": lambda index: gpus[index],
             "DeviceGetUUID": lambda gpu: getattr(gpu, "uuid", gpu),
-            "DeviceGetName": lambda gpu: gpu.name.encode(),  # old releases return bytes
+            "DeviceGetName": lambda gpu: gpu.name,
             "DeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=f"0000{gpu.pci.upper()}"),
             "DeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=gpu.memory_total, free=gpu.memory_free),
             "DeviceGetMigMode": lambda gpu: (len(gpu.mig) > 0, 0),

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rl_ext_core.cli.doctor import DoctorReport, examine
 from rl_ext_core.devices import Inventory, inventory
 from rl_ext_core.devices import verify as verify_module
-from rl_ext_core.devices.doctor import DoctorReport, Question, examine
 from rl_ext_core.devices.inventory import installed_versions
 from rl_ext_core.devices.verify import GpuUse, Verification, list_gpu_uses, verify
 from tests.core.devices import run_code
@@ -25,7 +25,10 @@ HEALTHY_VARIABLES = {"CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"}
 
 def predicted_devices(report: DoctorReport) -> dict[str, tuple[str, int | None, str | None, bool | None]]:
     """Return each renderer's predicted device: kind, EGL index, UUID, equal to compute GPU."""
-    return {found.name: (found.where, found.egl, found.uuid, found.with_compute) for found in report.renderers}
+    return {
+        found.renderer.split(" ")[0]: (found.where, found.egl, found.uuid, found.with_compute)
+        for found in report.renderers
+    }
 
 
 def lines_to_copy(report: DoctorReport) -> list[str]:
@@ -83,7 +86,7 @@ def test_report_explains_devices_and_failures() -> None:
 @pytest.mark.parametrize("width", [20, 80, 200])
 def test_lines_to_copy_are_not_wrapped_at_any_width(width: int) -> None:
     for case in CASES:
-        report = report_of(case, question=Question("auto", "same", "robosuite"))
+        report = report_of(case, question={"device": "auto", "render": "same", "renderer": "robosuite"})
         printed = [line.rstrip() for line in report_as_text(report, width).splitlines()]
         assert set(lines_to_copy(report)) <= set(printed), case
         assert all("…" not in line for line in printed), case
@@ -123,7 +126,7 @@ def test_prediction_matches_real_rendering(name: str, environ: dict[str, str]) -
     """
     ended = run_code.run("import json, sys", draw, **environ)
     inventory = Inventory((), egl((), software=True), (), installed_versions(), True, NO_GPU)
-    (predicted,) = (found for found in examine(inventory, environ).renderers if found.name == name)
+    (predicted,) = (found for found in examine(inventory, environ).renderers if found.renderer.split(" ")[0] == name)
     assert (ended.error != "") == (predicted.where == "fails"), (ended.error, predicted)
     if not ended.error:
         assert ended.answer == predicted.egl

@@ -86,7 +86,6 @@ Mistake = tuple[dict[str, str], Inventory, str, str, str, str]
 MISTAKES: list[Mistake] = [
     *(({MASK: mask}, WITHOUT_RENDERERS, MASK, severity, f"unset {MASK}" if line is None else f"export {MASK}={line}",
        effect) for mask, (severity, line, effect) in MASKS.items()),
-    ({MASK: "", "RAY_JOB_ID": "1"}, WITHOUT_RENDERERS, MASK, "*", "@ray.remote(num_gpus=1)", ""),
     ({MASK: f"{SLICE},{OTHER}"}, WITH_MIG, MASK, "warning", f"export {MASK}={SLICE}", ""),
     ({}, WITH_MIG, MASK, "warning", "*", f"{SLICE}, and no other device"),
     ({**SCREEN, MASK: uuid(1)}, ROBOSUITE, "*", "*", f"*{INDEX}=1", 'rendering ends in "ValueError: inv'),

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl_ext_core.cli.run import plan_program
 from rl_ext_core.devices import Inventory, renderers, resolve
 from rl_ext_core.devices.cuda import Machine
-from rl_ext_core.devices.program import plan_program
 from tests.core.devices import machines
 from tests.core.devices.fakes import build
 

@@ -114,7 +114,7 @@ addresses = dict(enumerate({[gpu.pci for gpu in machines.gpus(8)]}, 128))
 nodes = {{f"/sys/class/drm/renderD{{n}}/device": f"/sys/devices/pci0000:00/{{a}}" for n, a in addresses.items()}}
 realpath = os.path.realpath
 os.path.realpath = lambda path, **how: nodes.get(path) or realpath(path, **how)
-_probe._run_probe = lambda question: _probe._answer_egl()
+_probe.run_probe = lambda question: _probe._answer_egl()
 """
 
 

@@ -212,9 +212,9 @@ REFUSED: list[Refused] = [
 
 
 @pytest.fixture(autouse=True)
-def clear_logged_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+def clear_logged_sentences() -> None:
     """Empty the set of sentences that are logged only once per process."""
-    monkeypatch.setattr(decide, "_logged_sentences", set())
+    decide._log_once.cache_clear()
 
 
 def resolve(device: Any = "auto", *, inventory: Inventory = FOUR, environ: Any = None, **options: Any) -> Decision:

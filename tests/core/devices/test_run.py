@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from rl_ext_core.cli import main
-from rl_ext_core.cli.run import find_interpreter
+from rl_ext_core.cli.run import find_interpreter, plan_program
 from rl_ext_core.devices import Inventory
 from rl_ext_core.devices import verify as verify_module
-from rl_ext_core.devices.program import plan_program
 from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, RlExtError
 from tests.core.devices import run_code
 from tests.core.devices.doctor_cases import FakeNvml

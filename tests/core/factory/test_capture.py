@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 import subprocess
 import sys
@@ -15,10 +14,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from rl_ext_core import _pickle
-from rl_ext_core.errors import InvalidTypeError
-from rl_ext_core.factory import capture_constructors
-from rl_ext_core.factory.record import Call, call_of, recorded_call
+from rl_ext_core.errors import InvalidTypeError, NotCopyableError
+from rl_ext_core.factory import as_factory, capture_constructors
+from rl_ext_core.factory.record import recorded_call
 from tests.core.factory.copying import Line, Scaled, try_rollout
 
 
@@ -115,18 +113,16 @@ def test_records_are_excluded_from_pickles_and_comparisons() -> None:
     assert vars(env) == vars(Bare()) == vars(copy.deepcopy(env))
 
 
-def test_recorded_call_builds_an_environment_used_in_two_arguments_once() -> None:
+def test_environment_that_two_arguments_use_is_constructed_once() -> None:
     inner = Line(2.0)
-    make = functools.partial(Scaled, scale=3.0)
-    outer = Scaled(make(inner), 4.0)
-    call = call_of(outer)
-    assert str(call) == "Scaled(Scaled(Line(2.0), scale=3.0), 4.0)"
-    assert try_rollout(pickle.loads(_pickle.dumps(call)).build()) == try_rollout(outer)
-    call = call_of(Scaled(inner, [inner, {"same": inner}]))  # type: ignore[arg-type]
-    assert call is not None
-    built = call.build()
+    outer = Scaled(Scaled(inner, scale=3.0), 4.0)
+    factory = as_factory(outer)
+    assert factory.to_source() == "lambda: Scaled(Scaled(Line(2.0), scale=3.0), 4.0)"
+    assert (factory.origin, try_rollout(factory())) == ("constructor", try_rollout(outer))
+    built = as_factory(Scaled(inner, [inner, {"same": inner}]))()  # type: ignore[arg-type]
     assert built.env is built.scale[0] is built.scale[1]["same"] is not inner
-    assert call_of(Scaled(Own(2.0))) is call_of(Own(2.0)) is None
+    with pytest.raises(NotCopyableError, match=r"(?s)its constructor call was not recorded.*lambda: Scaled\(Own"):
+        as_factory(Scaled(Own(2.0)))
 
 
 def test_captured_classes_and_functions_of_the_main_module_are_pickled_by_value() -> None:
@@ -136,7 +132,7 @@ def test_captured_classes_and_functions_of_the_main_module_are_pickled_by_value(
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec("def make(gain): return Line(gain)", namespace | {"Line": Line}, namespace)
     make = capture_constructors(namespace["make"])
-    assert pickle.loads(_pickle.dumps(Call(make, (2.0,)))).build().gain == 2.0
+    assert as_factory(make(2.0))().gain == 2.0
 
 
 @pytest.mark.parametrize("thing", ["Kept", 5, None, Line()])

@@ -357,7 +357,6 @@ WRAPPED: dict[str, Callable[[], Any]] = {
     "FlattenObservation": _wrap_with("FlattenObservation", lambda: _add_time(_make_cartpole())),
     "AddRenderObservation": _make_with_images,
     "RenderCollection": _wrap_with("RenderCollection", lambda: _make_cartpole(render_mode="rgb_array")),
-    "vector": lambda: gym.make_vec("CartPole-v1", 2, vectorization_mode="sync"),
     **{name: _wrap_with(name, _make_cartpole, *arguments) for name, arguments in CART.items()},
     **{name: _wrap_with(name, _make_pendulum, *arguments) for name, arguments in PENDULUM.items()},
     **{name: _wrap_with(name, _make_with_images, *arguments) for name, arguments in PICTURES.items()},

@@ -77,11 +77,6 @@ def _wrap_sb3(module: str, name: str, env: Any, *arguments: Any) -> Any:
     return getattr(_import_or_skip(f"stable_baselines3.common.{module}"), name)(env, *arguments)
 
 
-def _make_dummy_vec_env() -> Any:
-    """Make SB3's DummyVecEnv with two CartPoles."""
-    return _wrap_sb3("vec_env", "DummyVecEnv", [lambda: gym.make("CartPole-v1")] * 2)
-
-
 SEEN = {"in_keys": ["observation"]}
 MADE: dict[str, Callable[[], Any]] = {
     "Blackjack": lambda: _make_or_skip("Blackjack-v1"),
@@ -118,7 +113,6 @@ MADE: dict[str, Callable[[], Any]] = {
     ),
     "SB3, Atari": lambda: _wrap_sb3("atari_wrappers", "AtariWrapper", _make_pong(frameskip=1)),
     "SB3, Monitor": lambda: _wrap_sb3("monitor", "Monitor", gym.make("CartPole-v1")),
-    "SB3, VecNormalize": lambda: _wrap_sb3("vec_env", "VecNormalize", _make_dummy_vec_env()),
 }  # fmt: skip
 SLOW = {name for name in MADE if "robosuite" in name or name in ("composer", "chess", "CarRacing", "pistonball")}
 
@@ -174,7 +168,6 @@ CHANGED: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
     "max_steps": (COPIED, MADE["transforms"], _change_transform("max_steps", 4)),
     "loc": (COPIED, MADE["ObservationNorm"], lambda e: e.transform[0].loc.fill_(3.0)),
     "max_torque": (COPIED, MADE["transforms"], _change_wrapped(lambda e: setattr(e.unwrapped, "max_torque", 0.5))),
-    "gamma": (COPIED, MADE["SB3, VecNormalize"], lambda e: setattr(e, "gamma", 0.5)),
 }  # fmt: skip
 
 

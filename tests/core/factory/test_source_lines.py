@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import linecache
 from typing import Any
 
 import gymnasium
@@ -38,28 +37,10 @@ def double(action: Any) -> Any:
     return 2 * action
 
 
-# The layouts must stay as people write them, so they are not formatted.
-# fmt: off
-alone = lambda: Line(2.0)  # noqa: E731
-over_lines = [
-    lambda: Line(
-        gain=4.0,
-        length=8,
-    ),
-]
-two_in_a_line = [lambda: Line(1.0), lambda: Line(2.0)]
-taking = dict(make=lambda gain=2.0, *, length=3, **kwargs: Line(gain, length, **kwargs))  # noqa: C408
-# fmt: on
-
-
 @pytest.mark.parametrize(
     ("build", "source"),
     [
-        (alone, "lambda: Line(2.0)"),
-        (over_lines[0], "lambda: Line(gain=4.0, length=8)"),
-        (two_in_a_line[0], "lambda: ..."),
-        (eval("lambda: Line(2.0)"), "lambda: ..."),
-        (taking["make"], "lambda gain=2.0, *, length=3, **kwargs: Line(gain, length, **kwargs)"),
+        (lambda: Line(2.0), "lambda: ..."),
         (Line, "lambda: Line()"),
         (double, "double"),
         (functools.partial(functools.partial(Line, 2.0), length=5), "lambda: Line(2.0, length=5)"),
@@ -70,14 +51,6 @@ taking = dict(make=lambda gain=2.0, *, length=3, **kwargs: Line(gain, length, **
 )
 def test_source_of_callables(build: Any, source: str) -> None:
     assert source_of_callable(build) == source
-
-
-def test_source_of_a_lambda_in_a_notebook_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "make = (\n    lambda: Line(9.0)\n)\n"
-    monkeypatch.setitem(linecache.cache, "<cell 1>", (len(source), None, source.splitlines(keepends=True), "<cell 1>"))
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(source, "<cell 1>", "exec"), names)
-    assert source_of_callable(names["make"]) == "lambda: Line(9.0)"
 
 
 def _test_id(part: Any) -> str:
@@ -97,7 +70,7 @@ INSTANCES = [
     ),
     (Scaled(Line(3.0, 8), scale=3.0), "lambda: Scaled(Line(3.0, 8), scale=3.0)"),
     (gym.wrappers.TransformReward(Line(), double), "lambda: TransformReward(Line(), double)"),
-    (gym.wrappers.TransformReward(Line(), lambda r: r), "lambda: TransformReward(Line(), lambda r: r)"),
+    (gym.wrappers.TransformReward(Line(), lambda r: r), "lambda: TransformReward(Line(), ...)"),
     (Scaled(Unrecorded(3.0)), "lambda: Scaled(Unrecorded(...))"),
     (Line(np.arange(100)), "lambda: Line(...)"),  # type: ignore[arg-type]
 ]

@@ -140,7 +140,6 @@ def test_verdict_on_independent_real_environments(source: Any) -> None:
     verdict = probe(source)
     assert verdict.isolation is INDEPENDENT, verdict
     assert (verdict.step_seconds or 0) > 1e-6
-    assert (verdict.build_seconds or 0) > 1e-5
     assert verdict.private_bytes is None or 2**20 < verdict.private_bytes < 2**30
 
 
