@@ -13,13 +13,13 @@ import stat
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rl_ext_core.errors import RlExtError
 
-__all__ = ["REFUSAL", "ProtectedFileError", "protect_files", "remove_created", "video_triggers"]
+__all__ = ["REFUSAL", "ProtectedFileError", "protect_files", "remove_created"]
 
 REFUSAL = "a temporary process must not change the file"
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
@@ -37,7 +37,6 @@ _OPERATIONS: dict[str, tuple[tuple[int, int | None, bool | None], ...]] = {
     "os.link": ((1, 3, False),),
     "os.symlink": ((1, 2, False),),
 }
-_VIDEO_TRIGGERS = {"RecordVideo": ("episode_trigger", "step_trigger"), "VecVideoRecorder": ("record_video_trigger",)}
 
 
 class ProtectedFileError(RlExtError, PermissionError):
@@ -48,8 +47,8 @@ def protect_files(folder: str, created: str | None = None) -> None:
     """Prevent Python code in this process from changing files outside a folder.
 
     ``open`` for writing returns a file in the folder, and readers still get the original. Other changes raise
-    PermissionError. Caches and devices are exempt, and imports may create files. Gymnasium's videos are dropped. Files
-    that C code opens are not protected, except those of ``torch.save``.
+    PermissionError. Caches and devices are exempt, and imports may create files. Gymnasium's wrapper records no videos.
+    Files that C code opens are not protected, except those of ``torch.save``.
 
     :param folder: Folder in which files may change.
     :param created: File that receives the names of new files outside of the folder, for :func:`remove_created`.
@@ -125,7 +124,7 @@ def protect_files(folder: str, created: str | None = None) -> None:
             file = redirect(file)
         return original_open(file, mode, *args, **kwargs)
 
-    _drop_videos()
+    _disable_videos()
     _redirect_torch(redirect)
     sys.addaudithook(check)
     builtins.open = io.open = open
@@ -145,26 +144,16 @@ def remove_created(created: Path) -> None:
                 os.truncate(name, 0)
 
 
-def video_triggers(layers: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Return the layers that record videos, with the names of the functions that decide when.
-
-    A program in C encodes the videos, so that files cannot be protected from it.
-    """
-    found = ((layer, _VIDEO_TRIGGERS.get(base.__name__, ())) for layer in layers for base in type(layer).__mro__)
-    return [(layer, name) for layer, names in found for name in names]
-
-
-def _drop_videos() -> None:
-    """Make gymnasium's wrapper for videos drop its images, because another program would write them to a file."""
+def _disable_videos() -> None:
+    """Let gymnasium's wrapper record no videos, because another program, in C, would write them to files."""
     import gymnasium.wrappers
+
+    def do_nothing(self: Any, *_: Any) -> None:
+        self.recorded_frames, self.recording = [], False
 
     kind: Any = getattr(gymnasium.wrappers, "RecordVideo", None)
     if hasattr(kind, "stop_recording"):
-
-        def stop_recording(self: Any) -> None:
-            self.recorded_frames, self.recording = [], False
-
-        kind.stop_recording = stop_recording
+        kind.start_recording = kind.stop_recording = do_nothing
 
 
 def _redirect_torch(redirect: Callable[[Any], Any]) -> None:

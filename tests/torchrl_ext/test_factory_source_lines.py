@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import torchrl.envs
 from torchrl.envs import Compose, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
 import torchrl_ext
-from rl_ext_core import _pickle
-from rl_ext_core.factory.record import call_of, source_of_instance
+from rl_ext_core.factory import as_factory
+from rl_ext_core.factory.record import source_of_environment
 from tests.core.factory.main_script import CHECKS, DEFINITIONS, script_with_pools
 from tests.launch_modes import LAUNCH_MODES, run_program
 
@@ -42,7 +41,7 @@ CASES = [
 @pytest.mark.parametrize(("make", "line"), CASES, ids=[line for _, line in CASES])
 def test_source_lines_rebuild_the_environment(make: Any, line: str) -> None:
     env = make()
-    assert source_of_instance(env) == line
+    assert f"lambda: {source_of_environment(env)}" == line
     package = torchrl_ext if type(env).__module__.startswith("torchrl_ext") else torchrl.envs
     names = {"gymnasium": gym, "SerialEnv": SerialEnv, "GymEnv": package.GymEnv, "GymWrapper": package.GymWrapper}
     rollouts = []
@@ -55,9 +54,7 @@ def test_source_lines_rebuild_the_environment(make: Any, line: str) -> None:
 
 def test_appended_transforms_are_part_of_the_recorded_call() -> None:
     env = TransformedEnv(torchrl.envs.GymEnv("CartPole-v1"), StepCounter(5)).append_transform(RewardSum())
-    call = call_of(env)
-    assert call is not None
-    copied = pickle.loads(_pickle.dumps(call)).build()
+    copied = as_factory(env)()
     assert [type(one) for one in copied.transform] == [StepCounter, RewardSum]
     assert set(copied.rollout(9).keys(True)) == set(env.rollout(9).keys(True))
     assert copied.base_env is not env.base_env

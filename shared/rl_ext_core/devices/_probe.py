@@ -44,8 +44,9 @@ def query_versions(python: str) -> dict[str, str] | None:
 def run_probe(question: str, python: str | None = None) -> dict[str, Any]:
     """Answer a question in a new process, which a driver may kill.
 
-    ``"egl"`` is answered by EGL's ``devices`` without a mask and whether ``osmesa`` is installed, ``"cuda"`` by the
-    ``uuids`` of all GPUs in CUDA's default order, ``"versions"`` as :func:`read_versions` does. A failure is ``error``.
+    The answer to ``"egl"`` has EGL's ``devices`` without a mask, and whether ``osmesa`` is installed. That to
+    ``"cuda"`` has the ``uuids`` of all GPUs in CUDA's default order, and that to ``"versions"`` the result of
+    :func:`read_versions`. An answer with an ``error`` is a failure.
     """
     python, environ = python or sys.executable, dict(os.environ)
     options: list[str] = []

@@ -179,8 +179,12 @@ def compare_and_measure(
                 copy = None
                 stack.close()
                 gc.collect()  # Some simulators allow only one instance.
-                histories = _Histories(fresh, _fingerprint_another(recipe), used, replaced)
+                with _temporary_copy(recipe) as copy:
+                    other = fingerprint(copy)
+                other.objects.clear()
+                copy = None
                 gc.collect()
+                histories = _Histories(fresh, other, used, replaced)
                 found = _find_changes(original, histories, request_changes)
                 if found.problems:
                     return found
@@ -204,14 +208,6 @@ def _temporary_copy(recipe: Recipe) -> Iterator[Any]:
         yield copy
     finally:
         _close(copy)
-
-
-def _fingerprint_another(recipe: Recipe) -> Fingerprint:
-    """Build another copy, and return its fingerprint without the objects."""
-    with _temporary_copy(recipe) as copy:
-        found = fingerprint(copy)
-    found.objects.clear()
-    return found
 
 
 def _find_changes(original: Fingerprint, histories: _Histories, request_changes: ChangeRequest) -> Examination:
@@ -266,22 +262,13 @@ def _describe_hidden(original: Fingerprint, histories: _Histories | None = None)
 
 def _reset_error(environment: Any) -> Exception | None:
     """Reset an environment and return the exception that it raises, or None."""
-    driver = _driver_of(environment)
+    driver = driver_for(environment, seed=_SEED)
     try:
         if driver is not None:
             _seeded_reset(driver)
     except Exception as error:
         return error
     return None
-
-
-def _driver_of(environment: Any) -> Driver | None:
-    """Return a driver for an environment, or None if it cannot be stepped safely.
-
-    Its interface may be unknown, or it may record videos.
-    """
-    records = _file_guard.video_triggers(walk.layers(environment))
-    return None if records else driver_for(environment, seed=_SEED)
 
 
 def _seeded_reset(driver: Driver) -> None:
@@ -297,7 +284,7 @@ def _use(environment: Any, renders: bool) -> tuple[list[Fingerprint], set[str]]:
     """
     found: list[Fingerprint] = []
     replaced: set[str] = set()
-    driver = _driver_of(environment)
+    driver = driver_for(environment, seed=_SEED)
     if driver is not None:
         with contextlib.suppress(Exception):  # Keep what was found so far.
             _seeded_reset(driver)

@@ -200,8 +200,28 @@ class _TorchRL(Driver):
         return [copy_output(taken.get("next").to_dict()), copy_output(self._data.to_dict())]
 
 
+class _Vmas(Driver):
+    """Driver of VMAS's ``Environment``."""
+
+    def reset(self, seed: int | None) -> Any:
+        return copy_output(self._env.reset(seed=seed))
+
+    def step(self) -> Any:
+        *result, _ = self._env.step([self._draw_for_agent(agent) for agent in self._env.agents])
+        result = copy_output(result)
+        ended = result[2] if len(result) == 3 else result[2] | result[3]
+        return [*result, [copy_output(self._env.reset_at(int(index))) for index in ended.nonzero()]]
+
+    def _draw_for_agent(self, agent: Any) -> Any:
+        """Draw an action of one agent for each environment, as a tensor."""
+        space = self._env.get_agent_action_space(agent)
+        drawn = np.stack([self._draw(space, agent.name) for _ in range(self._env.num_envs)])
+        return sys.modules["torch"].as_tensor(drawn, device=self._env.device)
+
+
 _DRIVERS: dict[str, Callable[[Any, np.random.Generator], Driver]] = {
     "torchrl.envs.common:EnvBase": _TorchRL,
+    "vmas.simulator.environment.environment:Environment": _Vmas,
     "gymnasium.core:Env": GymnasiumDriver,
     "pettingzoo.utils.env:AECEnv": _PettingZooAEC,
     "pettingzoo.utils.env:ParallelEnv": _PettingZooParallel,

@@ -279,10 +279,9 @@ def _unpickle_factory(packed: bytes) -> EnvFactory[Any]:
 
 def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) -> None:
     """Raise if an argument of :meth:`EnvFactory.for_workers` is invalid."""
-    checked: list[tuple[str, Any, int, str]] = [("num_workers", num_workers, 1, "")]
-    checked += [] if seed is None else [("seed", seed, 0, ", seed=0")]
-    for name, value, least, option in checked:
+    for name, value, least in (("num_workers", num_workers, 1), ("seed", 0 if seed is None else seed, 0)):
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+            option = ", seed=0" if name == "seed" else ""
             raise InvalidArgumentError(
                 f"{name}={value!r} is not valid: expected an integer of at least {least}. Use for_workers(2{option})"
             )
@@ -395,7 +394,9 @@ def convert(
     elif _is_environment(source):
         factory = _factory_from_instance(source, verify, start_method, adapt, preload, read, timeout)
     elif callable(source):
-        factory = _factory_from_callable(source)
+        origin = "class" if isinstance(source, type) else "callable"
+        recipe = recipe_of_callable(source, origin, record.source_of_callable(source))
+        factory = EnvFactory(recipe, preload=record.modules_of_callable(source))
     else:
         raise InvalidTypeError(
             f"{source!r} builds no environment: expected an environment, a function or class that builds one, or an "
@@ -438,15 +439,9 @@ def _is_environment(source: Any) -> bool:
     return not isinstance(source, type) and all(callable(getattr(source, name, None)) for name in ("reset", "step"))
 
 
-def _factory_from_callable(build: Any) -> EnvFactory[Any]:
-    line, origin = record.source_of_callable(build), "class" if isinstance(build, type) else "callable"
-    recipe = recipe_of_callable(build, origin, line)
-    return EnvFactory(recipe, preload=record.modules_of_callable(build))
-
-
 def _factory_from_spec(spec: Any, origin: str) -> EnvFactory[Any]:
     build = functools.partial(record.make_from_spec, copy.deepcopy(spec))
-    recipe = recipe_of_callable(build, origin, f"lambda: {record.Call(build.func, build.args)}")
+    recipe = recipe_of_callable(build, origin, record.source_of_callable(build))
     return EnvFactory(recipe, preload=("gymnasium", *record.modules_of_callable(spec)))
 
 
@@ -471,17 +466,18 @@ def _factory_from_instance(
     timeout: float | None,
 ) -> EnvFactory[Any]:
     """Return a factory that copies an instance; raise if no copy equals the instance."""
-    line = record.source_of_instance(environment)
-    preload = record.modules_of_instance(environment)
+    line = f"lambda: {record.source_of_environment(environment)}"
+    kinds = (type(layer) for layer in walk.layers(environment))
+    preload = record.preloadable_modules(base.__module__ for kind in kinds for base in kind.__mro__)
     original = fingerprint(environment)
     problems: list[str] = []
     # Without a comparison, a pickle is more likely to include later changes.
     for constructs in (True, False) if verify else (False, True):
         recipe = _make_recipe(original, line, problems, constructs=constructs)
-        if recipe is not None and not verify:
-            return EnvFactory(recipe, instance=environment, preload=preload)
         if recipe is None:
             continue
+        if not verify:
+            return EnvFactory(recipe, instance=environment, preload=preload)
         examination = compare.run_in_subprocess(
             functools.partial(compare.compare_and_measure, recipe, original, adapt, read),
             functools.partial(pack_values, original),

@@ -196,14 +196,14 @@ def recipe_of_instance(original: Fingerprint, source: str, *, constructs: bool) 
         if call is None:
             raise NotRecordedError
         calls.append(call)
-        return functools.partial(call.function, *call.args, **call.kwargs), ()
+        return call, ()
 
     if constructs:
         packed = _pickle.dumps(environment, reduce=reduce)
     else:  # A copy refers to the globals and class attributes of its own process.
         packed = _pickle.dumps(environment, (lambda part: references.get(id(part))) if references else None)
-    specs = record.named_specs([(call.function, call.args, call.kwargs) for call in calls])
-    origin = ("spec" if calls[0].function is record.make_from_spec else "constructor") if constructs else "pickle"
+    specs = record.named_specs(calls)
+    origin = ("spec" if calls[0].func is record.make_from_spec else "constructor") if constructs else "pickle"
     loaded = (functools.partial(unpack, packed), specs)
     return Recipe(origin, _pickle.dumps(loaded), source, loaded=loaded)
 
@@ -355,25 +355,22 @@ def _follow_step(holder: Any, step: Step) -> Any:
 
 
 def apply_changes(environment: Any, changes: Sequence[Change]) -> None:
-    """Set the changes of the original on a copy.
+    """Set the changes of the original on a copy, in place if type and shape of a value allow that.
 
     :raises LookupError: If a value cannot be set. The message names the path.
     """
     for change in changes:
         try:
-            _apply_change(environment, change)
+            holder = functools.reduce(_follow_step, change.steps[:-1], environment)
+            _set_value(holder, *change.steps[-1], unpack(change.packed, environment))
         except Exception as error:
             raise LookupError(f"{change.path} cannot be set on a copy: {error!r}") from error
 
 
-def _apply_change(environment: Any, change: Change) -> None:
-    """Set one changed value on a copy, in place if its type and shape allow that."""
-    holder = functools.reduce(_follow_step, change.steps[:-1], environment)
-    operation, key = change.steps[-1]
-    value = unpack(change.packed, environment)
+def _set_value(holder: Any, operation: str, key: Any, value: Any) -> None:
     held: Any = None
     with contextlib.suppress(LookupError, AttributeError):
-        held = _follow_step(holder, change.steps[-1])
+        held = _follow_step(holder, (operation, key))
     if _fits_in_place(held, value):
         held[...] = value  # Other objects may refer to this array, or a C library to its memory.
     elif type(held) is type(value) and isinstance(held, (ctypes.Structure, ctypes.Union, ctypes.Array)):

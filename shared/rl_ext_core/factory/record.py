@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -25,9 +24,9 @@ import numpy as np
 from rl_ext_core._environment_source import qualified_id
 from rl_ext_core._import_path import call_when_imported, hide_from_warnings
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _combined_error_class
-from rl_ext_core.factory.walk import RECORD, full_name, globals_in, instance_dict, is_layer, layers
+from rl_ext_core.factory.walk import RECORD, full_name, globals_in, instance_dict, is_layer
 
-__all__ = ["Call", "call_of", "capture_constructors", "recorded_call", "start_recording"]
+__all__ = ["call_of", "capture_constructors", "recorded_call", "start_recording"]
 
 # Recorded classes, with all their subclasses, and functions that build environments, by module.
 _RECORDED: dict[str, tuple[str, ...]] = {
@@ -53,28 +52,8 @@ _RECORDED: dict[str, tuple[str, ...]] = {
 _Recorded = TypeVar("_Recorded", bound=Callable[..., Any])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Call:
-    """A call that creates an object.
-
-    :ivar function: Class or function to call.
-    :ivar args: Positional arguments.
-    :ivar kwargs: Keyword arguments.
-    """
-
-    function: Any
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __str__(self) -> str:
-        if self.function is make_from_spec and self.args and is_spec(self.args[0]):
-            return _source_of_spec(self.args[0])
-        name, module = _display_name(self.function), str(getattr(self.function, "__module__", ""))
-        if module in _RECORDED and not isinstance(self.function, type):
-            name = f"{module.removesuffix('.envs.registration').removesuffix(f'.{name}')}.{name}"
-        return f"{name}({_format_arguments(self.args, self.kwargs)})"
-
-
+# A call that creates an object.
+Call = functools.partial[Any]
 _CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
 
 
@@ -244,20 +223,20 @@ def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return maker
 
 
-def _store_record(instance: Any, function: Any, frozen: Call | None) -> None:
+def _store_record(instance: Any, function: Any, frozen: tuple[Any, Any] | None) -> None:
     """Store the call that created an instance in its ``__dict__``, if it has one."""
     held = instance_dict(instance)
     if frozen is not None and held is not None:
-        held[RECORD] = _Record(instance, dataclasses.replace(frozen, function=function))
+        held[RECORD] = _Record(instance, functools.partial(function, *frozen[0], **frozen[1]))
 
 
-def _freeze_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def _freeze_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Copy plain containers and arrays among arguments. Return None if that fails.
 
     Environments may change them after the call.
     """
     try:
-        return Call(None, tuple(map(_freeze, args)), {name: _freeze(value) for name, value in kwargs.items()})
+        return _freeze(args), _freeze(kwargs)
     except Exception:  # The user's constructor must work, also with a list that contains itself.
         return None
 
@@ -281,22 +260,22 @@ def recorded_call(instance: Any) -> Call | None:
         return None
     call: Call = record.call
     # Transforms may have been appended since, so the present ones replace the argument.
-    if re.fullmatch(r"torchrl\..*\.TransformedEnv", full_name(call.function)):
-        kwargs = {name: value for name, value in call.kwargs.items() if name not in ("env", "base_env", "transform")}
-        return Call(call.function, (instance.base_env, instance.transform.clone(), *call.args[2:]), kwargs)
+    if re.fullmatch(r"torchrl\..*\.TransformedEnv", full_name(call.func)):
+        kwargs = {name: value for name, value in call.keywords.items() if name not in ("env", "base_env", "transform")}
+        return functools.partial(call.func, instance.base_env, instance.transform.clone(), *call.args[2:], **kwargs)
     return call
 
 
 def call_of(instance: Any) -> Call | None:
     """Return the call that constructs an equal instance, or None if it was not recorded."""
     raw = recorded_call(instance)
-    made = raw is None or full_name(raw.function) == "gymnasium.envs.registration.make"
+    made = raw is None or full_name(raw.func) == "gymnasium.envs.registration.make"
     if not made or (spec := spec_of(instance)) is None:
         return raw
     # The constructor receives the specification's own containers, and may have changed them.
-    given = {} if raw is None else {key: raw.kwargs[key] for key in raw.kwargs.keys() & spec.kwargs.keys()}
+    given = {} if raw is None else {key: raw.keywords[key] for key in raw.keywords.keys() & spec.kwargs.keys()}
     spec.kwargs.update({key: part for key, part in given.items() if type(part) in (dict, list, np.ndarray)})
-    return Call(make_from_spec, (spec,))
+    return functools.partial(make_from_spec, spec)
 
 
 # ---- gymnasium specifications and stable-retro games
@@ -449,11 +428,6 @@ def preloadable_modules(names: Iterable[str]) -> tuple[str, ...]:
     return merge_modules(whole if name.startswith(whole) else module for name, module in safe.items())
 
 
-def modules_of_instance(environment: Any) -> tuple[str, ...]:
-    """Return the preloadable modules of an environment's layers."""
-    return preloadable_modules([base.__module__ for layer in layers(environment) for base in type(layer).__mro__])
-
-
 def modules_of_callable(build: Any) -> tuple[str, ...]:
     """Return the preloadable modules of the values that a function refers to."""
     return preloadable_modules(module for value in referenced_values(build) for module in _modules_of(value))
@@ -478,10 +452,18 @@ def _modules_of(value: Any) -> list[str]:
 def source_of_callable(build: Any) -> str:
     """Return the source code of a function, a class or a partial."""
     if isinstance(build, (functools.partial, type)):
-        is_class = isinstance(build, type)
-        return f"lambda: {Call(build) if is_class else Call(build.func, build.args, build.keywords)}"
+        return f"lambda: {_source_of_call(functools.partial(build))}"
     name = _display_name(build) if inspect.isroutine(build) else f"{_display_name(type(build))}(...)"
     return "lambda: ..." if name == "<lambda>" else name
+
+
+def _source_of_call(call: Call) -> str:
+    if call.func is make_from_spec and call.args and is_spec(call.args[0]):
+        return _source_of_spec(call.args[0])
+    name, module = _display_name(call.func), str(getattr(call.func, "__module__", ""))
+    if module in _RECORDED and not isinstance(call.func, type):
+        name = f"{module.removesuffix('.envs.registration').removesuffix(f'.{name}')}.{name}"
+    return f"{name}({_format_arguments(call.args, call.keywords)})"
 
 
 def _source_of_spec(spec: Any) -> str:
@@ -500,17 +482,12 @@ def _source_of_spec(spec: Any) -> str:
     return line
 
 
-def source_of_instance(environment: Any) -> str:
-    """Return the source code that constructs an instance, with dots if it was not recorded."""
-    return f"lambda: {_source_of_environment(environment)}"
-
-
-def _source_of_environment(environment: Any) -> str:
-    """Return the source of the call that creates an environment, with dots if unknown."""
+def source_of_environment(environment: Any) -> str:
+    """Return the source code of the call that creates an environment, with dots if it was not recorded."""
     call = recorded_call(environment)
     if call is None and (spec := spec_of(environment)) is not None:
-        call = Call(make_from_spec, (spec,))
-    return f"{_display_name(type(environment))}(...)" if call is None else str(call)
+        call = functools.partial(make_from_spec, spec)
+    return f"{_display_name(type(environment))}(...)" if call is None else _source_of_call(call)
 
 
 def _format_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -520,10 +497,9 @@ def _format_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 def _short_source(value: Any) -> str:
     """Return the source of a value, or dots if it is long or not valid Python."""
     if is_layer(value):
-        return _source_of_environment(value)
-    if isinstance(value, type) or inspect.isroutine(value):
-        return _display_name(value) if _display_name(value) != "<lambda>" else "..."
-    text = str(value) if type(value) is Call else repr(value)
+        return source_of_environment(value)
+    is_named = isinstance(value, type) or inspect.isroutine(value)
+    text = _display_name(value).replace("<lambda>", "...") if is_named else repr(value)
     return text if len(text) <= 60 and "\n" not in text and " at 0x" not in text else "..."
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["cache_attributes", "field_reader", "fields", "is_skipped", "seed_simulators", "why_unpicklable"]
+__all__ = ["ale_fields", "cache_attributes", "field_reader", "is_skipped", "seed_simulators", "why_unpicklable"]
 
 # MuJoCo structures that contain settings. MjData contains the state of an episode, which copies do not need.
 _MUJOCO = ("MjModel", "MjOption", "MjStatistic", "MjVisual", "MjvCamera", "MjvOption")
@@ -37,17 +37,6 @@ _SKIPPED = {
 }
 
 
-def fields(item: Any) -> tuple[dict[str, Any], bool]:
-    """Return settings of a simulator's object by name, and whether they can be set.
-
-    :param item: Object of a class that has a :func:`field_reader`.
-    """
-    kind: Any = type(item)
-    read = field_reader(kind)
-    assert read is not None
-    return read(item), read is not _ale_fields
-
-
 @functools.lru_cache(maxsize=10_000)
 def field_reader(kind: Any) -> Callable[[Any], dict[str, Any]] | None:
     """Return the function that reads settings of a simulator's C class, or None."""
@@ -56,7 +45,7 @@ def field_reader(kind: Any) -> Callable[[Any], dict[str, Any]] | None:
         if module.startswith("mujoco._structs"):
             return _mujoco_fields if name in _MUJOCO or "." in base.__qualname__ else None
         if module.startswith("ale_py") and name == "ALEInterface":
-            return _ale_fields
+            return ale_fields
         if module.startswith("Box2D") and (name == "b2World" or name.endswith("Def")):
             return _box2d_fields
     return None
@@ -80,7 +69,8 @@ def _property_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("_") and name != _SIGNATURE)
 
 
-def _ale_fields(emulator: Any) -> dict[str, Any]:
+def ale_fields(emulator: Any) -> dict[str, Any]:
+    """Return the settings of an Atari emulator, which cannot be set on a copy."""
     return {name: getattr(emulator, f"get{kind}")(name) for kind, names in _ALE.items() for name in names}
 
 

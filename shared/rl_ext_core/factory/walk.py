@@ -21,7 +21,7 @@ import typing
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,7 @@ RECORD = "_rl_ext_record"  # Attribute in which ``record`` stores the call that 
 # The step from a holder to a part: the suffix of the path, the operation that sets the part ("attribute", "item",
 # "field", or None if it cannot be set), and its name, key or index.
 Part = tuple[str, "str | None", Any, Any]
+_Found = TypeVar("_Found")
 
 _TORCH_SCALARS = ("dtype", "device", "layout", "memory_format", "Size")
 # First elements of the tokens of immutable values, whose identity does not matter.
@@ -137,7 +138,6 @@ def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
     """
     walk = _Walk()
     walk.visit_all(value)
-    walk.mark_ids()
     if code:
         _CodeReader(walk).run()
     return walk.found
@@ -178,8 +178,9 @@ def is_layer(value: Any) -> bool:
     return _has_reset_and_step(kind) and instance_dict(value) is not None
 
 
-# Decorates functions whose argument is a class.
-_cached_per_class = functools.lru_cache(maxsize=10_000)
+def _cached_per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
+    """Cache the results of a function whose argument is a class."""
+    return functools.lru_cache(maxsize=10_000)(function)
 
 
 @_cached_per_class
@@ -360,12 +361,10 @@ def _tensor_token(tensor: Any, torch: Any) -> Any:
     """Return the token of a tensor, with a hash of its data if it can be read."""
     name = (full_name(type(tensor)), str(tensor.layout), str(tensor.device), str(tensor.dtype), tensor.requires_grad)
     try:
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            return *name, "unread"
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         return *name, tuple(tensor.shape), digest(flat.view(torch.uint8).numpy())
-    except (RuntimeError, ValueError):  # The tensor has no memory yet.
-        return *name, "uninitialized"
+    except (RuntimeError, ValueError):  # It is sparse, or has no memory.
+        return *name, "unread"
 
 
 @_cached_per_class
@@ -392,7 +391,6 @@ class _Walk:
         self.functions: list[types.FunctionType] = []
         self._longest = longest
         self._owners: dict[int, str] = {}
-        self._numbers: list[tuple[str, int]] = []
         self._waiting: deque[tuple[str, Any]] = deque()
 
     def visit_all(self, value: Any) -> None:
@@ -411,8 +409,6 @@ class _Walk:
             token = ("tuple", parts)
         if token is not None:
             self.found.tokens[path] = token
-            if kind is int and item > _SMALLEST_ID:
-                self._numbers.append((path, item))
             return
         first = self.seen.setdefault(id(item), path)
         if first != path:
@@ -450,9 +446,9 @@ class _Walk:
             return [("()", None, None, item())]
         if kind is types.CellType:
             return [(".<value>", None, None, item.cell_contents)]
-        if simulators.field_reader(kind) is not None:
-            fields, are_set = simulators.fields(item)
-            return [(f".{name}", "field" if are_set else None, name, part) for name, part in fields.items()]
+        if (read := simulators.field_reader(kind)) is not None:
+            operation = None if read is simulators.ale_fields else "field"
+            return [(f".{name}", operation, name, part) for name, part in read(item).items()]
         if issubclass(kind, np.ndarray):
             return self._parts_of_array(path, item)
         if torch is not None and issubclass(kind, torch.Tensor):
@@ -472,7 +468,7 @@ class _Walk:
 
     def _parts_of_tensor(self, path: str, tensor: Any) -> Iterable[Part]:
         token = self.found.tokens[path] = _tensor_token(tensor, sys.modules["torch"])
-        if tensor.device.type == "cpu" and token[-1] not in ("unread", "uninitialized") and tensor.is_shared():
+        if tensor.device.type == "cpu" and token[-1] != "unread" and tensor.is_shared():
             self.found.unpicklable[path] = "its memory is shared by processes, and a copy would not share it"
         return ()
 
@@ -538,7 +534,7 @@ class _Walk:
                 # A key without a label is another object in each process, so the item cannot be set by its key.
                 yield (f"[#{index}]", None, None, part) if text is None else (f"[{text}]", "item", key, part)
                 if type(key) is int and text is None:
-                    self._numbers.append((f"{path}[#{index}]", key))
+                    self.found.unpicklable[f"{path}[#{index}]"] = "its key may be the id of another object"
                 elif text is None:
                     yield f"[#{index}].<key>", None, None, key
             if isinstance(item, defaultdict):
@@ -552,14 +548,6 @@ class _Walk:
         elif issubclass(kind, (set, frozenset)):
             self.found.tokens[path] = "object", full_name(kind), len(item)
             yield from ((f"{{#{index}}}", None, None, part) for index, part in enumerate(sorted(item, key=_sort_key)))
-
-    def mark_ids(self) -> None:
-        """Mark numbers that are ids of visited objects. In a copy, these objects have other ids."""
-        for path, number in self._numbers:
-            if number in self.seen:
-                self.found.unpicklable[path] = "it is the id of another object, which a copy does not have"
-                if path in self.found.tokens and self.found.objects[path] == number:
-                    self.found.tokens[path] = "id of", self.seen[number]
 
 
 def _reduced_parts(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterator[Any]:

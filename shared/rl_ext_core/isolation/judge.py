@@ -209,17 +209,15 @@ class _Process:
             # The pipe may stay open after the process ended, because a child of it may have inherited the other end.
             answer = self._connection.recv() if self._connection.poll() else None
         if answer is None:
-            raise _FailedError(f"{self._describe_exit()}{self._last_printed_line()}")
+            self._process.join(_CLOSE_TIMEOUT_S)
+            code = self._process.exitcode
+            text = "ends the process" if code is None else f"ends the process with exit code {code}"
+            if code is not None and code < 0:
+                text = f"kills the process by {signal.Signals(-code).name}"
+            raise _FailedError(f"{text}{self._last_printed_line()}")
         if "raises" in answer:
             raise _FailedError(f"raises {answer['raises']}")
         return answer
-
-    def _describe_exit(self) -> str:
-        self._process.join(_CLOSE_TIMEOUT_S)
-        code = self._process.exitcode
-        if code is not None and code < 0:
-            return f"kills the process by {signal.Signals(-code).name}"
-        return "ends the process" if code is None else f"ends the process with exit code {code}"
 
     def _last_printed_line(self) -> str:
         """Return the last line that the process printed, for an error text; empty if none."""
@@ -232,12 +230,9 @@ class _Process:
         self.send(None)
         ends = [self._connection, self._process.sentinel]
         with contextlib.suppress(EOFError, OSError):
-            while (
-                connection.wait(ends, _CLOSE_TIMEOUT_S)
-                and self._connection.poll()
-                and self._connection.recv() is not None
-            ):
-                pass
+            while connection.wait(ends, _CLOSE_TIMEOUT_S) and self._connection.poll():
+                if self._connection.recv() is None:
+                    break
         self._process.kill()
         self._process.join()
         self._connection.close()
@@ -368,20 +363,29 @@ class Judge:
     def _run(
         self, batches: Iterable[list[Operation]], run: _TrialLog, *, apart: bool = False, own_cwd: bool = False
     ) -> _TrialLog:
-        """Perform operations in new processes, and log the answers.
+        """Perform operations in new processes, which share a folder for temporary files, and log the answers.
 
         :param batches: Batches of operations. Those of a batch are of one source if ``apart``.
         :param run: Log to add to.
         :param apart: Whether to use one process per source instead of one for all.
         :param own_cwd: Whether each process gets its own working directory.
         """
-        operation = Operation(0, 0, "load")
+        operation, count = Operation(0, 0, "load"), len(self._factories) if apart else 1
+        decision = self._factories[0].decision
+        preload = dict.fromkeys([*WORKER_MODULES, *(name for factory in self._factories for name in factory.preload)])
         with tempfile.TemporaryDirectory(prefix="rl-ext-", ignore_cleanup_errors=True) as name:
-            processes: list[_Process] = []
-            created = Path(name, trial.CREATED_FILE)
+            processes, folder = list[_Process](), Path(name).resolve()
+            created = folder / trial.CREATED_FILE
             created.touch()
+            temporary = folder / "tmp"
+            temporary.mkdir()
+            variables = {} if decision is None else dict(decision.variables)
+            variables |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
+            context = get_context(preload=tuple(preload), environs=[variables] * count, label="trial")
             try:
-                self._start(processes, Path(name).resolve(), len(self._factories) if apart else 1, own_cwd)
+                for number in range(count):
+                    cwd = folder / (f"cwd{number}" if own_cwd else "cwd")
+                    processes.append(_Process(context, self._packed, folder / str(number), cwd))
                 for process in processes:
                     # The user's timeout does not apply to imports.
                     process.receive_answer(max(_FIRST_LIMIT_S, self._timeout or 0.0))
@@ -401,22 +405,6 @@ class Judge:
                     process.close()
                 _file_guard.remove_created(created)
         return run
-
-    def _start(self, processes: list[_Process], folder: Path, count: int, own_cwd: bool) -> None:
-        """Start processes that share a folder for temporary files.
-
-        They also share the working directory unless ``own_cwd``.
-        """
-        temporary = folder / "tmp"
-        temporary.mkdir()
-        decision = self._factories[0].decision
-        variables = {} if decision is None else dict(decision.variables)
-        variables |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
-        preload = dict.fromkeys([*WORKER_MODULES, *(name for factory in self._factories for name in factory.preload)])
-        context = get_context(preload=tuple(preload), environs=[variables] * count, label="trial")
-        for number in range(count):
-            cwd = folder / (f"cwd{number}" if own_cwd else "cwd")
-            processes.append(_Process(context, self._packed, folder / str(number), cwd))
 
     # -- comparisons
 

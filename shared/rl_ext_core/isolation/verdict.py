@@ -145,8 +145,6 @@ def declared_by_source(factory: EnvFactory[Any]) -> Declaration | None:
     """
     if factory.instance is not None:
         return declared_by_instance(factory.instance)
-    if factory.origin == "pickle":
-        return None
     with contextlib.suppress(Exception):  # An error is reported when the environment is built.
         build, _ = factory._recipe.load()
         return _read_declaration(_class_of(build))

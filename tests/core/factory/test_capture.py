@@ -90,14 +90,14 @@ for _cls in (Doubled, CapturedOwn):
 def test_outermost_constructor_call_is_recorded_except_for_copies(make: Any, expected: Any) -> None:
     made = make()
     call = recorded_call(made)
-    assert (call and (call.function, call.args, call.kwargs)) == expected
+    assert (call and (call.func, call.args, call.keywords)) == expected
 
 
 def test_recorded_arguments_are_not_affected_by_later_changes() -> None:
     call = recorded_call(make_and_change_arguments({"gain": 1.0, "layers": [1]}, weights=np.zeros(2)))
     assert call is not None
-    assert (call.function, call.args) == (make_and_change_arguments, ({"gain": 1.0, "layers": [1]},))
-    assert call.kwargs["weights"].tolist() == [0, 0]
+    assert (call.func, call.args) == (make_and_change_arguments, ({"gain": 1.0, "layers": [1]},))
+    assert call.keywords["weights"].tolist() == [0, 0]
 
 
 def test_captured_constructors_still_reject_superfluous_arguments() -> None:
@@ -152,7 +152,7 @@ import gymnasium
 for env in (make("CartPole-v1"), gymnasium.make_vec("CartPole-v1", 2)):
     assert record.recorded_call(env).args[0] == "CartPole-v1", env
 assert make is gymnasium.make is gymnasium.envs.registration.make
-assert str(record.call_of(env)) == "gymnasium.make_vec('CartPole-v1', 2)"
+assert record.source_of_environment(env) == "gymnasium.make_vec('CartPole-v1', 2)"
 """
 
 

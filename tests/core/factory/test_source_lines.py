@@ -12,7 +12,12 @@ import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from rl_ext_core.factory import as_factory
-from rl_ext_core.factory.record import modules_of_callable, preloadable_modules, source_of_callable, source_of_instance
+from rl_ext_core.factory.record import (
+    modules_of_callable,
+    preloadable_modules,
+    source_of_callable,
+    source_of_environment,
+)
 from tests.core.factory import copying
 from tests.core.factory.copying import Line, Rewards, Scaled, try_rollout
 
@@ -77,8 +82,8 @@ INSTANCES = [
 
 
 @pytest.mark.parametrize(("env", "source"), INSTANCES, ids=_test_id)
-def test_source_of_instances_builds_equal_environments_if_it_has_no_dots(env: Any, source: str) -> None:
-    assert source_of_instance(env) == source
+def test_source_of_environments_builds_equal_environments_if_it_has_no_dots(env: Any, source: str) -> None:
+    assert f"lambda: {source_of_environment(env)}" == source
     if "..." not in source:
         names = {
             **vars(copying),
@@ -94,7 +99,7 @@ def test_source_of_an_environment_whose_id_is_no_longer_registered() -> None:
     gym.register("copies/Gone-v0", entry_point="tests.core.factory.copying:Line", max_episode_steps=5)
     env = gym.make("copies/Gone-v0", gain=2.0)
     del gym.registry["copies/Gone-v0"]
-    assert source_of_instance(env) == "lambda: gymnasium.make('copies/Gone-v0', gain=2.0)"
+    assert f"lambda: {source_of_environment(env)}" == "lambda: gymnasium.make('copies/Gone-v0', gain=2.0)"
     assert as_factory(env)().unwrapped.gain == 2.0
 
 
