@@ -48,6 +48,18 @@ _STATELESS = {
     *("_thread.lock", "_thread.RLock", "threading.Condition", "threading.Thread", "tempfile.TemporaryDirectory"),
     *("multiprocessing.synchronize.Lock", "multiprocessing.synchronize.RLock"),
 }
+_OPAQUE = (
+    "cannot be inspected, so copies may lack changes that were made there. To keep the changes, pass a function that "
+    "builds and configures the environment"
+)
+_OWN = (
+    "differs in each instance, so copies do not get the value of this one. To set it, use "
+    "for_workers(n, overrides=[...])"
+)
+_IMPORTED_AGAIN = (
+    "differs in workers, because they import the module again, without later changes. Set the value on the instance, "
+    "or in the module itself"
+)
 
 Reader = Callable[[Any], Any]
 ChangeRequest = Callable[[Sequence[str]], "list[Change | str]"]
@@ -162,13 +174,15 @@ def compare_and_measure(
             copy = stack.enter_context(_temporary_copy(recipe))
             fresh = fingerprint(copy)
             paths = original.differences(fresh)
-            found = Examination(opaque=_describe_hidden(original))
+            found = Examination(warnings={_OPAQUE: _describe_hidden(original)})
             if recipe.origin == "pickle":
                 if (error := _reset_error(copy)) is not None:
                     return Examination([f"resetting a copy raises {error!r}"])
                 different = [_describe_difference(p, original, fresh) for p in paths if not p.startswith("<")]
                 classes = [path for path in paths if path.startswith("<")]
-                found = dataclasses.replace(found, problems=different, class_attributes=classes)
+                found = dataclasses.replace(
+                    found, problems=different, warnings={**found.warnings, _IMPORTED_AGAIN: classes}
+                )
             elif paths:
                 # Rendering may kill a process without a display, so it is tried only if it may explain new objects.
                 renders = any(
@@ -246,7 +260,9 @@ def _compare_changed(copy: Any, original: Fingerprint, histories: _Histories, fo
     # A copy that lacks an object of the episode does not lead to its class, and to the globals that the class reads.
     met = {path.partition(">")[0] for path in copied.tokens if path.startswith("<")}
     classes = [path for path in paths if path.partition(">")[0] in met and not histories.varies(path)]
-    return dataclasses.replace(found, problems=different, opaque=opaque, own=own, class_attributes=classes)
+    return dataclasses.replace(
+        found, problems=different, warnings={_OPAQUE: opaque, _OWN: own, _IMPORTED_AGAIN: classes}
+    )
 
 
 def _describe_hidden(original: Fingerprint, histories: _Histories | None = None) -> list[str]:

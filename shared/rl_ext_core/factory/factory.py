@@ -487,7 +487,10 @@ def _factory_from_instance(
             protects_files=True,
         )
         if not examination.problems:
-            _log_warnings(examination)
+            for text, paths in examination.warnings.items():
+                if paths:
+                    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+                    _log.warning("%s %s", ", ".join(paths[:5]) + more, text)
             recipe = dataclasses.replace(recipe, changes=examination.changes)
             return EnvFactory(recipe, instance=environment, preload=preload, examination=examination)
         more = f"; {len(examination.problems) - 3} more" if len(examination.problems) > 3 else ""
@@ -497,30 +500,6 @@ def _factory_from_instance(
         f"this {name} cannot be copied into a worker: {'. Also, '.join(problems)}. Pass a function that builds and "
         f"configures it:\n    {line}"
     )
-
-
-def _log_warnings(examination: Examination) -> None:
-    """Warn of changes to the instance that copies may lack."""
-    for paths, text in (
-        (
-            examination.opaque,
-            "cannot be inspected, so copies may lack changes that were made there. To keep the changes, pass a "
-            "function that builds and configures the environment",
-        ),
-        (
-            examination.own,
-            "differs in each instance, so copies do not get the value of this one. To set it, use "
-            "for_workers(n, overrides=[...])",
-        ),
-        (
-            examination.class_attributes,
-            "differs in workers, because they import the module again, without later changes. Set the value on the "
-            "instance, or in the module itself",
-        ),
-    ):
-        if paths:
-            more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-            _log.warning("%s %s", ", ".join(paths[:5]) + more, text)
 
 
 def _make_recipe(original: Fingerprint, line: str, problems: list[str], *, constructs: bool) -> Recipe | None:

@@ -48,18 +48,14 @@ class Examination:
 
     :ivar problems: Descriptions of differences between a copy and the original, or of errors. Empty if they are equal.
     :ivar changes: Changes to set on each copy.
-    :ivar opaque: Paths of objects that cannot be inspected. Differences in their state are not detected.
-    :ivar own: Paths of plain values that differ in each instance, so copies do not get the original's.
-    :ivar class_attributes: Paths of globals and class attributes that differ, because workers import them again.
+    :ivar warnings: Paths of values that copies may lack, by the end of a sentence about them.
     :ivar private_bytes: Memory in bytes that the process did not share. None if the system does not report it.
     :ivar read: Result of the caller's reader.
     """
 
     problems: Sequence[str] = ()
     changes: tuple[Change, ...] = ()
-    opaque: Sequence[str] = ()
-    own: Sequence[str] = ()
-    class_attributes: Sequence[str] = ()
+    warnings: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     private_bytes: int | None = None
     read: Any = None
 
