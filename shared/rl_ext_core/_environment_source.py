@@ -10,7 +10,7 @@ import sys
 import warnings
 from typing import Any
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError, _missing_dependency_error
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
 
 # Modules that register the ids of a namespace, for error messages.
 _REGISTERING_MODULES = {"ALE": "ale_py"}
@@ -56,32 +56,6 @@ def qualified_id(name: str) -> str:
     """Return a gymnasium id with the module that registers it, or with "my_module" if that is not known."""
     env_id = name.rpartition(":")[2]
     return f"{_REGISTERING_MODULES.get(env_id.partition('/')[0], 'my_module')}:{env_id}"
-
-
-def create_env(name: str) -> Any:
-    """Create the environment that ``--env`` names.
-
-    :param name: ``module:function``, ``module:Class.method``, or a gymnasium id, which may be ``module:id``
-    :raises InvalidArgumentError: If there is no such environment
-    :raises MissingDependencyError: If gymnasium is not installed
-    """
-    found = load_source(name)
-    if isinstance(found, str):
-        try:
-            import gymnasium
-        except ImportError:
-            raise _missing_dependency_error("gymnasium", "sb3", "--env") from None
-        try:
-            return gymnasium.make(found)
-        except gymnasium.error.Error as error:
-            unknown = isinstance(error, (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv))
-            if unknown or type(error) is gymnasium.error.Error:  # gymnasium raises the base class for a malformed id
-                raise InvalidArgumentError(
-                    f"--env {name!r} cannot be created ({type(error).__name__}: {str(error).rstrip('.')}); expected "
-                    f"{SOURCE_FORMS}. Use --env {qualified_id(found)}"
-                ) from error
-            raise
-    return found() if callable(found) else found
 
 
 def as_gymnasium_env(environment: Any) -> Any:

@@ -108,7 +108,7 @@ def test_sizes_are_measured_on_a_gymnasium_id(capsys: pytest.CaptureFixture[str]
     ("line", "text"),
     [
         ("plan --size 10", "pass --shape, for example --shape 100,100,9, or an environment with --env"),
-        ("plan --size 10 --env Nope-v0", "--env 'Nope-v0' cannot be created"),
+        ("plan --size 10 --env Nope-v0", "gymnasium does not know the id 'Nope-v0'"),
         ("plan --size 10 --env {module}:nothing", "Expected module:function"),
         ("plan --size 10 --env my_broken_module:make", "'my_broken_module' cannot be imported (ValueError: one two)"),
         ("plan --size 10 --env CartPole-v1 --dtype int8", "--dtype int8 cannot be used with --env"),

@@ -226,13 +226,13 @@ class ProcessReport:
     @property
     def mismatch(self) -> str | None:
         """Sentence that names the GPUs that render without computing; None if there is none."""
-        places: dict[str, set[str]] = {"compute": set(), "graphics": set()}
-        for use in self.uses or ():
-            places[use.kind].add(use.uuid)
-        elsewhere = sorted(places["graphics"] - places["compute"])
-        if not places["compute"] or not elsewhere:
+        computing, rendering = (
+            {use.uuid for use in self.uses or () if use.kind == kind} for kind in ("compute", "graphics")
+        )
+        elsewhere = sorted(rendering - computing)
+        if not computing or not elsewhere:
             return None
-        return f"it renders on {', '.join(elsewhere)}, but computes on {', '.join(sorted(places['compute']))}"
+        return f"it renders on {', '.join(elsewhere)}, but computes on {', '.join(sorted(computing))}"
 
     def to_json(self) -> str:
         """Return the report as JSON text."""

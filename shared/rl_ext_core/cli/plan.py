@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import sys
 from collections.abc import Iterator
 
-from rl_ext_core._environment_source import create_env
+from rl_ext_core._environment_source import load_source
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlExtError
 
 
@@ -76,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     import numpy as np
 
+    from rl_ext_core.factory import as_factory
     from rl_ext_core.frames.planning import parse_bytes, plan
 
     try:
@@ -93,13 +93,14 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         raise InvalidArgumentError(f"--{unused[0]} needs --env; pass an environment too, or leave it out")
     with _report_env_errors(arguments.env):
+        source = None if arguments.env is None else load_source(arguments.env)
         found = plan(
             arguments.shape,
             arguments.size,
             dtype=dtype,
             n_stack=arguments.stack,
             n_envs=arguments.envs,
-            env=None if arguments.env is None else functools.partial(create_env, arguments.env),
+            env=as_factory(source) if isinstance(source, str) else source,
             steps=arguments.steps,
             seed=arguments.seed or 0,
             max_bytes=None if arguments.max_bytes is None else parse_bytes(arguments.max_bytes),
