@@ -12,6 +12,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -28,49 +29,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``rl-ext probe``."""
     parser.add_argument("source", metavar="SOURCE", help="my_module:make_env, or CartPole-v1, or ale_py:ALE/Pong-v5")
     parser.add_argument("--json", action="store_true", help="write the verdict as JSON")
-    parser.add_argument("--steps", metavar="N", type=_parse_steps, default=100, help="number of compared steps (100)")
-    parser.add_argument(
-        "--timeout",
-        metavar="S",
-        type=_parse_seconds,
-        help="limit in seconds for a build, reset or step (300 for one instance)",
-    )
-
-
-def _parse_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return seconds
-
-
-def _parse_steps(text: str) -> int:
-    from rl_ext_core.isolation.verdict import MIN_STEPS
-
-    if not (text.isascii() and text.isdigit() and int(text[:10]) >= MIN_STEPS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {MIN_STEPS}")
-    return int(text[:10])
+    parser.add_argument("--steps", metavar="N", type=int, default=100, help="number of compared steps (100)")
+    limit = "limit in seconds for a build, reset or step (300 for one instance)"
+    parser.add_argument("--timeout", metavar="S", type=float, help=limit)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Test whether instances of the environment can share a process, and print the verdict.
 
     :return: Exit status
-    :raises RlExtError: If the source does not exist, or does not build an environment
+    :raises RlExtError: If the source does not exist, or does not build an environment, or a number is out of range
     """
     from rl_ext_core.isolation import Isolation, probe
 
     console = new_console()
     source = load_source(arguments.source)
-    options = {"steps": arguments.steps, "timeout": arguments.timeout}
-    if console.is_terminal and not arguments.json:
-        with console.status(f"building and stepping {arguments.source} in temporary processes"):
-            verdict = probe(source, **options)
-    else:
-        verdict = probe(source, **options)
+    silent = arguments.json or not console.is_terminal
+    text = f"building and stepping {arguments.source} in temporary processes"
+    with contextlib.nullcontext() if silent else console.status(text):
+        verdict = probe(source, steps=arguments.steps, timeout=arguments.timeout)
     if arguments.json:
         sys.stdout.write(f"{verdict.to_json()}\n")
     else:
