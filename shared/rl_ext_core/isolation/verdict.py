@@ -69,8 +69,8 @@ class Verdict:
     :ivar explanation: Sentences that describe the observations and their consequence.
     :ivar declared_by: Origin of the verdict: ``"environment"`` (its metadata or FMI flag) or ``"probe"``.
     :ivar in_process: Whether several instances may run in one process.
-    :ivar step_seconds: Seconds per step in the fastest steps of a single instance, or None if not measured. Includes
-        drawing the action for environments that are not gymnasium's.
+    :ivar step_seconds: Median seconds per step of a single instance, or None if not measured. Includes drawing the
+        action for environments that are not gymnasium's.
     :ivar private_bytes: Memory in bytes that a process with one instance does not share. None if not measured.
     :ivar seconds: Seconds that the probe took.
 
