@@ -87,8 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     if versions is None and python != sys.executable:
         _print_note(f"the versions are those of {sys.executable}, because the interpreter of {command[0]!r} is unknown")
     for step in plan.decision.steps:
-        if step.rule.startswith("import check"):  # the reason why the mask looks strange
-            _print_note(str(step))
+        if step.startswith("import check"):  # the reason why the mask looks strange
+            _print_note(step)
     for warning in plan.decision.warnings:
         _print_note(f"warning: {warning}")
     if arguments.verify and not _verify(plan, python or sys.executable):

@@ -16,7 +16,7 @@ the rules. ``decide`` makes a ``decision`` from an inventory, variables and a re
 from __future__ import annotations
 
 from rl_ext_core.devices.decide import resolve, resolve_device
-from rl_ext_core.devices.decision import Decision, Step
+from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.findings import Finding, check_environment
 from rl_ext_core.devices.inventory import EglDevice, Gpu, Inventory
 
@@ -26,7 +26,6 @@ __all__ = [
     "Finding",
     "Gpu",
     "Inventory",
-    "Step",
     "check_environment",
     "resolve",
     "resolve_device",

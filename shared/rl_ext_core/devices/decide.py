@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rl_ext_core.devices import cuda, launchers, renderers
 from rl_ext_core.devices.cuda import INDEX, MASK, Machine
-from rl_ext_core.devices.decision import Decision, Step
+from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import Inventory, NvmlUnavailableError, pci_address, read_gpus
 from rl_ext_core.devices.launchers import Pick, Picker
 from rl_ext_core.devices.renderers import EglView, Renderer
@@ -189,9 +189,9 @@ class AskedDevice:
         """The index in the argument, or None."""
         return int(self.value) if self.value.isdigit() else None
 
-    def step(self, verdict: str) -> Step:
-        """Create the step of a decision that answers this argument."""
-        return Step("asked", self.argument, repr(self.original), verdict)
+    def step(self, result: str) -> str:
+        """Describe the step of a decision that answers this argument."""
+        return f"asked: {self} -> {result}"
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ def decide_compute(request: Request, machine: Machine) -> Decision:
         return Decision(device, reason, steps=(asked.step(device),), warnings=(warning,))
     mask = machine.environ.get(MASK)
     shown = ", ".join(f"cuda:{i} = nvidia-smi {machine.gpu(i).index}" for i in range(len(machine.visible.uuids)))
-    masked = Step("no mask", MASK, "", shown) if mask is None else Step("mask", MASK, repr(mask), shown)
+    masked = f"no mask: {MASK} -> {shown}" if mask is None else f"mask: {MASK}={mask!r} -> {shown}"
     stop_reason, count = machine.visible.stop_reason, cuda.format_gpu_count(len(machine.visible.uuids))
     warnings = () if stop_reason is None else (f"{MASK}={mask!r} shows {count}: {stop_reason}",)
     steps = (masked, asked.step(f"{device}, because {why}"))
@@ -478,13 +478,13 @@ def _decide_egl_rendering(
         _check_not_mig(gpu, asked)
     who = "the CPU" if device.software else gpu.uuid if gpu else "a device that NVML does not list"
     variables = renderer.variables("egl", index, machine.environ)
-    rules = [Step(f"rule of {renderer}", renderer.index, index, f"EGL device {device.index}")]
+    rules = [f"rule of {renderer}: {renderer.index}={index} -> EGL device {device.index}"]
     if f",-1,{index}" in (variables.get(MASK) or ""):
         why = (
             f"robosuite asserts that {INDEX} is part of this text; CUDA stops reading at -1, so it shows the same GPUs "
             "as before. A program that splits the text at commas, such as Ray, counts two more"
         )
-        rules.append(Step(f"import check of {renderer}", MASK, str(variables[MASK]), why))
+        rules.append(f"import check of {renderer}: {MASK}={variables[MASK]} -> {why}")
     return dataclasses.replace(
         compute_decision,
         render="cpu" if device.software else "gpu",
@@ -504,7 +504,7 @@ def _decide_vulkan_rendering(
     # unknown domain as bus 0.
     uuids = machine.visible.uuids
     name = f"cuda:{uuids.index(gpu.uuid)}" if gpu.uuid in uuids else f"pci:{gpu.pci.removeprefix('0000:')}"
-    rule = Step(f"rule of {renderer}", "device", name, gpu.uuid)
+    rule = f"rule of {renderer}: device={name} -> {gpu.uuid}"
     return dataclasses.replace(
         compute_decision,
         render="gpu",

@@ -19,29 +19,6 @@ _has_warned = False
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step of a decision: a rule, the value that it was applied to, and the result.
-
-    :param rule: name of the rule, for example ``"mask"``
-    :param source: argument, variable or query that it was applied to
-    :param value: value of ``source``; may be empty
-    :param verdict: the result
-
-    >>> from rl_ext_core.devices import resolve
-    >>> [step.verdict for step in resolve("cpu").steps]
-    ['cpu']
-    """
-
-    rule: str
-    source: str
-    value: str
-    verdict: str
-
-    def __str__(self) -> str:
-        return f"{self.rule}: {self.source}{f'={self.value}' if self.value else ''} -> {self.verdict}"
-
-
-@dataclass(frozen=True)
 class Decision:
     """The device that computes and the device that renders, with the reasons. It can be pickled.
 
@@ -56,7 +33,7 @@ class Decision:
     :param variables: environment variables that :meth:`apply` sets (text) or unsets (None)
     :param render_device: name of the device to pass to a renderer that reads no variable, or None. For SAPIEN:
         ``sapien.render.RenderSystem(render_device)``, ``gymnasium.make(..., render_backend=render_device)``
-    :param steps: steps of the decision, in order
+    :param steps: steps of the decision, in order: each a rule, the value that it was applied to, and the result
     :param warnings: problems that do not prevent the decision, one sentence each
 
     >>> from rl_ext_core.devices import resolve
@@ -75,7 +52,7 @@ class Decision:
     renderer: str | None = None
     variables: Mapping[str, str | None] = field(default_factory=dict)
     render_device: str | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
