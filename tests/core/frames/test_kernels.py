@@ -33,7 +33,7 @@ BOUNDS = """
 import ctypes, mmap
 import numpy as np
 from rl_ext_core.frames import FrameStore, Observation, StackLayout
-from rl_ext_core.testing import ReferenceStore, make_transitions
+from tests.core.frames.transitions import ReferenceStore, make_transitions
 
 libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
 pages = []
@@ -106,6 +106,19 @@ def _run(code: str, *command: str, cwd: str | None = None, **environ: str) -> st
     done = subprocess.run(started, env={**paths, **environ}, cwd=cwd, capture_output=True, text=True, timeout=600)
     assert (done.stdout, done.returncode) == ("works\n", 0), done.stderr
     return done.stderr
+
+
+def test_missing_numba_raises_with_install_command() -> None:
+    code = (
+        "import sys; sys.modules['numba'] = None\n"
+        "from rl_ext_core.frames import FrameStore, Observation\n"
+        "from rl_ext_core.errors import MissingDependencyError\n"
+        "try: FrameStore(4, 1, Observation((4, 9, 9), 'u1', 'raw'))\n"
+        "except MissingDependencyError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("A store of frames needs the package 'numba', which is not installed. Install it")
+    assert done.stdout.endswith('rl-ext[frames]"\n')
 
 
 INTERRUPTED = """
