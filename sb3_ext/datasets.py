@@ -50,7 +50,6 @@ class DatasetMethods(ReplayBuffer):
         env: Any = None,
         buffer_size: int | None = None,
         n_envs: int | None = None,
-        download: bool = False,
         **options: Any,
     ) -> _Buffer:
         """
@@ -65,7 +64,6 @@ class DatasetMethods(ReplayBuffer):
             dataset. Required by :class:`CompressedHerReplayBuffer`
         :param buffer_size: Maximum number of transitions; by default the number of steps in the dataset
         :param n_envs: Number of parallel environments; by default that of ``env``, or 1
-        :param download: Whether to download a Minari id that is not on this machine
         :param options: Further arguments of the class, such as ``codec`` or ``storage_dir``
         :return: The buffer, to be assigned to ``model.replay_buffer``
         :raises InvalidArgumentError: If there is no such dataset, its spaces differ from those of ``env``, it does not
@@ -74,7 +72,7 @@ class DatasetMethods(ReplayBuffer):
         :raises MissingDependencyError: If ``minari`` is not installed.
         :raises CorruptFileError: If the dataset is damaged.
         """
-        dataset = open_dataset(source, download=download)
+        dataset = open_dataset(source)
         observation_space = _as_sb3_space(dataset.observation_space, f"{dataset.name}: observation_space")
         if env is not None:
             _check_same_spaces(env, observation_space, dataset)
