@@ -240,17 +240,16 @@ class FrameTable:
         if self.locations is not None:
             self.locations[rows] = self.log.locate(self._pairs[rows])
 
-    def recover(self, *, repair: bool = False) -> npt.NDArray[np.bool_]:
+    def recover(self) -> npt.NDArray[np.bool_]:
         """Read the rows that an earlier process left in the folder.
 
-        :param repair: Whether to skip damaged parts.
         :return: Which rows are found as they were written last, shape ``(n_rows,)``.
         :raises CorruptFileError: If a file is damaged.
         """
-        if not self.log.replay_all(repair=repair) and not repair:
+        if not self.log.replay_all():
             raise CorruptFileError(
-                f"{self._folder} is damaged: a record does not match its checksum or the others. Keep the intact "
-                "elements with FrameStorage.salvage(storage_dir)"
+                f"{self._folder} is damaged: a record does not match its checksum or the others. Restore the folder "
+                "from a copy, or pass another storage_dir"
             )
         found = np.flatnonzero(self._pairs)
         self._n_touched = int(found[-1]) + 1 if len(found) else 0
