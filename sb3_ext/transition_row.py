@@ -48,15 +48,16 @@ class TransitionRow:
 def _assign(name: str, value: Any, field: np.ndarray) -> None:
     """Assign a value to a field, whatever axes it has. Errors contain its name."""
     try:
+        array = value
         if type(value) is not np.ndarray or value.shape != field.shape:
-            value = np.asarray(value)
-            if value.size != field.size:
+            array = np.asarray(value)
+            if array.size != field.size:
                 raise InvalidArgumentError(
-                    f"{name} has shape {value.shape}, expected {field.shape}: one row per environment; nothing was "
+                    f"{name} has shape {array.shape}, expected {field.shape}: one row per environment; nothing was "
                     "stored"
                 )
-            value = value.reshape(field.shape)
-        field[...] = value
+            array = array.reshape(field.shape)
+        field[...] = array
     except InvalidArgumentError:
         raise
     except (TypeError, ValueError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from rl_ext_core.frames.log_patch import PADDING
 from rl_ext_core.frames.log_state import N_LOG
 from rl_ext_core.frames.memory import address_of
 from rl_ext_core.frames.shared_memory import MemoryFile
-from rl_ext_core.frames.store import Observation, StoredPart, _encode_frame, decode_batch, load_kernels
+from rl_ext_core.frames.store import Observation, StoredPart, decode_batch, load_kernels
 
 _COPY_BATCH = 64  # rows that are copied, or used to detect the layout
 _LAST_CHECK = 4096  # puts of rows after which the layout is not detected any more
@@ -174,7 +173,7 @@ class FrameTable:
             if encoder is None:
                 log.push(row=int(rows[place]))
             else:
-                log.push_encoded({0: partial(_encode_frame, encoder)}, row=int(rows[place]))
+                log.push_encoded({0: encoder.encode}, row=int(rows[place]))
         self._is_shuffled |= n_new > _MOST_NEW * len(rows)
 
     def clear(self, start: int = 0) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -400,7 +400,7 @@ class FrameStore:
     def _new_encoders(self) -> dict[int, Callable[[Array], bytes]]:
         """Return functions that encode the frames of the present layouts, by column."""
         parts = enumerate(self.parts.values())
-        return {number: partial(_encode_frame, part.encoder) for number, part in parts if part.encoder is not None}
+        return {number: part.encoder.encode for number, part in parts if part.encoder is not None}
 
     def _open_folder(self, folder: LogFolder, *, resume: bool) -> None:
         """Create the log in an empty folder, or resume the one in it."""
@@ -873,11 +873,6 @@ def _decode_opaque(
             view[sample, place] = frame
         else:
             view[sample, :, place] = frame.reshape(layout.pixels, -1)
-
-
-def _encode_frame(encoder: JpegCodec, frame: Array) -> bytes:
-    """Encode a frame, which is given as bytes."""
-    return bytes(encoder.encode(frame.data))
 
 
 def _close_stores() -> None:
