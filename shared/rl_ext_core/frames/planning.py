@@ -263,7 +263,7 @@ def plan(
     plain = {"SB3 ReplayBuffer": plain_bytes, "SB3 optimize_memory_usage": plain_bytes // 2}
     for name, options, found in (
         *((name, {}, (n_bytes,) * 3) for name, n_bytes in plain.items()),
-        *((_describe(options), options, found) for options, found in sizes),
+        *((_format_options(options), options, found) for options, found in sizes),
     ):
         low, middle, high = (n_bytes + row_bytes for n_bytes in found)
         extra = fixed if options else 0
@@ -287,7 +287,7 @@ def plan(
     return Plan(shape=given, dtype=dtype_name, measured=measured, source=source, rows=tuple(rows), **numbers, **limits)
 
 
-def _describe(options: Mapping[str, Any]) -> str:
+def _format_options(options: Mapping[str, Any]) -> str:
     """Return the name of a row with these options."""
     return ", ".join([options["codec"], *(f"{key}={value}" for key, value in options.items() if key != "codec")])
 
