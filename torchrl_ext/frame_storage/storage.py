@@ -461,8 +461,7 @@ class FrameStorage(TensorStorage):
         """
         return self._get(index, by_sampler=is_sampler(sys._getframe(1)))
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._get(index, by_sampler=is_sampler(sys._getframe(1)))
+    __getitem__ = get
 
     @defer_signals
     def _get(self, index: Any, *, by_sampler: bool) -> Any:
