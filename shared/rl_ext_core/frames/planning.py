@@ -281,10 +281,18 @@ def plan(
                 fits=None if budget is None else total <= budget,
             )
         )
-    numbers = {"size": int(size), "n_envs": int(n_envs), "n_stack": int(layout.n_stack)}
-    limits = {"free_bytes": free, "max_bytes": None if max_bytes is None else int(max_bytes)}
-    dtype_name = str(layout.dtype)
-    return Plan(shape=given, dtype=dtype_name, measured=measured, source=source, rows=tuple(rows), **numbers, **limits)
+    return Plan(
+        shape=given,
+        dtype=str(layout.dtype),
+        size=int(size),
+        n_envs=int(n_envs),
+        n_stack=int(layout.n_stack),
+        measured=measured,
+        source=source,
+        free_bytes=free,
+        max_bytes=None if max_bytes is None else int(max_bytes),
+        rows=tuple(rows),
+    )
 
 
 def _format_options(options: Mapping[str, Any]) -> str:
