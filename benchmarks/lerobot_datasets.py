@@ -25,6 +25,8 @@ from unittest import mock
 import numpy as np
 import torch
 from gymnasium import spaces
+from tensordict import TensorDict
+from torchrl.data import TensorDictReplayBuffer
 
 from benchmarks.measure import machine, parse_options, speedup, time_in_turns
 from rl_ext_core.datasets import Dataset, open_dataset
@@ -118,11 +120,25 @@ def make_buffer_sampler(dataset: Dataset) -> Sampler:
     return sample
 
 
+def fill_storage(dataset: Dataset, storage: FrameStorage) -> FrameStorage:
+    """Store the steps of a dataset in a storage."""
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=1)
+    for episode in dataset:
+        before, after = (
+            {key: array[part] for key, array in episode.observations.items()}
+            for part in (slice(None, -1), slice(1, None))
+        )
+        following = {"observation": after, "reward": episode.rewards[:, None]}
+        elements = {"observation": before, "action": episode.actions, "next": following}
+        buffer.extend(TensorDict(elements, [len(episode)]))
+    return storage
+
+
 def warm_up(dataset: Dataset) -> None:
     """Let numba compile what the configurations need."""
     lengths, dataset.lengths = dataset.lengths, dataset.lengths[:1]
     for options in CONFIGURATIONS.values():
-        FrameStorage.from_dataset(dataset, num_threads=1, **options).close()
+        fill_storage(dataset, FrameStorage(dataset.n_steps, num_threads=1, **options)).close()
     dataset.lengths = lengths
 
 
@@ -158,7 +174,8 @@ def measure(folder: Path, rounds: int, n_episodes: int | None) -> None:
         for name, options in CONFIGURATIONS.items():
             target = Path(temporary, name)
             start = time.process_time()
-            storages[name] = FrameStorage.from_dataset(dataset, storage_dir=target, num_threads=1, **options)
+            storage = FrameStorage(dataset.n_steps, storage_dir=target, num_threads=1, **options)
+            storages[name] = fill_storage(dataset, storage)
             seconds = time.process_time() - start
             size = bytes_on_disk(target)
             print(f"  {name:22} {size / 1e6:8.1f} {raw / size:7.1f}× {size / video:9.1f}× {seconds:6.1f} s", flush=True)

@@ -116,7 +116,7 @@ def print_estimates(data: Path) -> None:
         for name in tqdm(names, leave=False):
             recording = recordings.load(name, folder=data)
             steps = [(before[0], after[0]) for before, after, *_ in recording.head(1_500).transitions()]
-            _, layout, sizes = measure_transitions(iter(steps), len(steps), n_stack=recording.n_stack)
+            layout, sizes = measure_transitions(iter(steps), len(steps), n_stack=recording.n_stack)
             for options, (_, n_bytes, _) in sizes:
                 found.setdefault(str(options), []).append(n_bytes / layout.frame_bytes)
         for options_text, taken_by in found.items():

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from gymnasium import spaces
@@ -26,17 +26,6 @@ _ROWS_PER_CHUNK = 512  # decoded at a time
 _ROUNDING = 1e-6  # of scaled actions in float32
 
 
-class _Transition(NamedTuple):
-    """One transition in SB3's form."""
-
-    obs: Any
-    next_obs: Any
-    action: Any
-    reward: Any
-    done: bool
-    truncated: bool
-
-
 class DatasetMethods(ReplayBuffer):
     """Methods of compressed replay buffers that read and write datasets."""
 
@@ -50,7 +39,6 @@ class DatasetMethods(ReplayBuffer):
         env: Any = None,
         buffer_size: int | None = None,
         n_envs: int | None = None,
-        download: bool = False,
         **options: Any,
     ) -> _Buffer:
         """
@@ -65,7 +53,6 @@ class DatasetMethods(ReplayBuffer):
             dataset. Required by :class:`CompressedHerReplayBuffer`
         :param buffer_size: Maximum number of transitions; by default the number of steps in the dataset
         :param n_envs: Number of parallel environments; by default that of ``env``, or 1
-        :param download: Whether to download a Minari id that is not on this machine
         :param options: Further arguments of the class, such as ``codec`` or ``storage_dir``
         :return: The buffer, to be assigned to ``model.replay_buffer``
         :raises InvalidArgumentError: If there is no such dataset, its spaces differ from those of ``env``, it does not
@@ -74,7 +61,7 @@ class DatasetMethods(ReplayBuffer):
         :raises MissingDependencyError: If ``minari`` is not installed.
         :raises CorruptFileError: If the dataset is damaged.
         """
-        dataset = open_dataset(source, download=download)
+        dataset = open_dataset(source)
         observation_space = _as_sb3_space(dataset.observation_space, f"{dataset.name}: observation_space")
         if env is not None:
             _check_same_spaces(env, observation_space, dataset)
@@ -144,15 +131,10 @@ def _stack(values: tuple[Any, ...]) -> Any:
     return map_values(lambda *arrays: np.stack(arrays), *values)
 
 
-def _get_row(values: Any, row: int) -> Any:
-    """Return one row of an array, or of each array of a dict."""
-    return {key: array[row] for key, array in values.items()} if isinstance(values, dict) else values[row]
-
-
 def _read_transitions(
     dataset: Dataset, action_space: spaces.Space[Any], first: int, count: int
-) -> Iterator[_Transition]:
-    """Yield transitions of a dataset, in SB3's form, from the step ``first`` on.
+) -> Iterator[tuple[Any, ...]]:
+    """Yield observation, next observation, action, reward, done and truncated of the steps from ``first`` on.
 
     Episodes are marked as ended after their last step, and after the last transition.
 
@@ -174,8 +156,8 @@ def _read_transitions(
         for step in range(start, last + 1):
             terminated = bool(episode.terminations[step])
             done = terminated or bool(episode.truncations[step]) or step == last
-            obs, next_obs = _get_row(observations, step), _get_row(observations, step + 1)
-            yield _Transition(obs, next_obs, actions[step], episode.rewards[step], done, done and not terminated)
+            obs, next_obs = (map_values(lambda array, row=row: array[row], observations) for row in (step, step + 1))
+            yield obs, next_obs, actions[step], episode.rewards[step], done, done and not terminated
         number, start, left = number + 1, 0, left - (last + 1 - start)
 
 
@@ -202,7 +184,9 @@ def _read_steps(buffer: ReplayBuffer, rows: np.ndarray, env: int) -> Steps:
     return Steps(
         _read_rows(buffer.observation_space, buffer.observations, rows, env),
         _read_rows(buffer.observation_space, buffer.next_observations, rows, env),
-        _unscale(space, buffer.actions[rows, env].reshape(len(rows), *(space.shape or ()))).astype(space.dtype),
+        _scale(space, buffer.actions[rows, env].reshape(len(rows), *(space.shape or ())), back=True).astype(
+            space.dtype
+        ),
         buffer.rewards[rows, env].astype(np.float64),
         done & ~timeout,
         done & timeout,
@@ -216,28 +200,15 @@ def _read_rows(space: spaces.Space[Any], arrays: Any, rows: np.ndarray, env: int
     return np.asarray(arrays[rows, env]).reshape(len(rows), *(space.shape or ()))
 
 
-def _scale(space: spaces.Space[Any], actions: np.ndarray) -> np.ndarray:
-    """Scale actions of a Box to [-1, 1] as SB3's policies do, in float64. Return other actions as they are."""
+def _scale(space: spaces.Space[Any], actions: np.ndarray, *, back: bool = False) -> np.ndarray:
+    """Scale actions of a Box to [-1, 1] as SB3's policies do, or back, in float64. Return others as they are."""
     if not isinstance(space, spaces.Box):
         return actions
-    center, half = _center_and_half(space)
-    scaled: np.ndarray = (actions.astype(np.float64) - center) / half
-    return scaled
-
-
-def _unscale(space: spaces.Space[Any], actions: np.ndarray) -> np.ndarray:
-    """Undo :func:`_scale`."""
-    if not isinstance(space, spaces.Box):
-        return actions
-    center, half = _center_and_half(space)
-    unscaled: np.ndarray = actions.astype(np.float64) * half + center
-    return unscaled
-
-
-def _center_and_half(space: spaces.Box) -> tuple[np.ndarray, np.ndarray]:
-    """Return the center of a Box and half of its size, in float64."""
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    return (high + low) / 2, (high - low) / 2
+    center, half = (high + low) / 2, (high - low) / 2
+    actions = actions.astype(np.float64)
+    scaled: np.ndarray = actions * half + center if back else (actions - center) / half
+    return scaled
 
 
 def _check_action_space(space: spaces.Space[Any], name: str) -> None:

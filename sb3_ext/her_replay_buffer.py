@@ -179,17 +179,13 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
         :raises InvalidArgumentError: If there is no environment to compute rewards with.
         """
         with self._observations.lock:  # another thread could add
-            return self._sample(batch_size, env)
-
-    def _sample(self, batch_size: int, env: VecNormalize | None) -> DictReplayBufferSamples:
-        """Draw and decode the batch that :meth:`sample` returns."""
-        is_valid = self.ep_length > 0
-        if not is_valid.any():
-            return HerReplayBuffer.sample(self, batch_size, env)  # raises the RuntimeError
-        # SB3 makes the same calls to the generator, but reads each part of a batch separately.
-        picked = np.random.choice(np.flatnonzero(is_valid), size=batch_size, replace=True)
-        rows, envs = np.unravel_index(np.roll(picked, -int(self.her_ratio * batch_size)), is_valid.shape)
-        return self._samples_at(rows, envs, env)
+            is_valid = self.ep_length > 0
+            if not is_valid.any():
+                return HerReplayBuffer.sample(self, batch_size, env)  # raises the RuntimeError
+            # SB3 makes the same calls to the generator, but reads each part of a batch separately.
+            picked = np.random.choice(np.flatnonzero(is_valid), size=batch_size, replace=True)
+            rows, envs = np.unravel_index(np.roll(picked, -int(self.her_ratio * batch_size)), is_valid.shape)
+            return self._samples_at(rows, envs, env)
 
     def _samples_at(self, rows: np.ndarray, envs: np.ndarray, env: VecNormalize | None) -> DictReplayBufferSamples:
         """Return the samples of these transitions, of which the last ones get goals that were achieved later."""

@@ -22,8 +22,6 @@ from rl_ext_core._values import may_be_same
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.gpu_decode import GpuDecoder
 from rl_ext_core.frames.layout import differing_rows
-from rl_ext_core.frames.log_folder import validate_path
-from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.frames.store import FrameStore, Observation, prefix_key
 from rl_ext_core.vector.environments import check_count
@@ -53,9 +51,6 @@ class Part:
         self.recycled = RecycledArrays()
         self._batch_shape = (buffer_shape[1], *shape)
         self._cast_warned = False
-
-    def __reduce__(self) -> Any:
-        return Part, (self.key, self.shape, self.dtype, self.buffer_shape)  # recycled arrays belong to this process
 
     def empty(self, n: int) -> Array:
         """Return an array to decode ``n`` observations into, which no batch in use shares."""
@@ -116,7 +111,6 @@ class Observations:
     :ivar parts: Observations by key; the key is None if the space is not a ``Dict``
     :ivar lock: Lock of the buffer, acquired to change the buffer or to write it to a file
     :ivar storage_dir: Folder of the observations, as passed; None if they are in memory
-    :ivar watch: Warns if the buffer will not fit into memory; None for a buffer with a limit or a folder
     :raises InvalidArgumentError: If an option is given for an unknown key, or the folder belongs to another buffer.
     """
 
@@ -135,8 +129,6 @@ class Observations:
         decode_on_gpu: bool = False,
         **options: Any,
     ) -> None:
-        if resume and storage_dir is None:
-            raise InvalidArgumentError("resume=True needs a folder. Pass storage_dir too, or leave resume out")
         by_key: dict[Any, Any] = space.spaces if isinstance(space, spaces.Dict) else {_SINGLE_KEY: space}
         if not by_key:
             raise InvalidArgumentError(f"observation_space={space} has no keys, expected at least one")
@@ -153,8 +145,6 @@ class Observations:
             "decode_on_gpu": decode_on_gpu,
             **options,
         }
-        if storage_dir is not None:
-            validate_path(storage_dir)
         given = {}
         for key, subspace in by_key.items():
             shape: Any = get_obs_shape(subspace)
@@ -183,23 +173,7 @@ class Observations:
             self.parts[key] = Part(key, found.layout.shape, found.layout.dtype, shape)
             found.converter = self.parts[key].match_space
         self._step: dict[Any, Any] = {}  # observations of a rollout's step, until all keys are given
-        self.watch: MemoryWatch | None = None
         self._gpu_decoder: GpuDecoder | None = None
-
-    def check_budget(self, n_bytes: int) -> None:
-        """
-        Check that half of ``max_bytes`` is left for frames.
-
-        :param n_bytes: Size of the buffer's arrays
-        :raises InvalidArgumentError: If they take more than half of ``max_bytes``.
-        """
-        n_places = self.store.capacity * self.store.n_envs
-        n_bytes += 8 * n_places * len(self.parts)
-        if self.max_bytes is not None and n_bytes > self.max_bytes // 2:
-            raise InvalidArgumentError(
-                f"buffer_size={n_places:,} takes {n_bytes:,} bytes of max_bytes={self.max_bytes:,} for actions, "
-                "rewards, flags and an index, expected at most half. Pass a smaller buffer_size, or a larger max_bytes"
-            )
 
     def append_step(self, key: Any, row: Any, obs: Any) -> None:
         """Store the observations of one step of a rollout, once those of all keys are given."""
@@ -210,13 +184,19 @@ class Observations:
                 f"observations of a rollout are assigned row by row, not by {row!r}. Use "
                 "buffer.observations[row] = observations, with those of all environments"
             ) from None
-        if row >= self.store.capacity:
-            raise InvalidArgumentError(f"the rollout is full with {row} steps. Call reset() before the next rollout")
+        store = self.store
+        if row not in (store.size, store.size - 1) or row >= store.capacity:
+            raise InvalidArgumentError(
+                f"step {row} cannot be stored, because the rollout has {store.size} of {store.capacity} steps: "
+                "expected the next one. Call reset() before the next rollout"
+            )
         self._step[key] = obs
         if len(self._step) == len(self.parts):
             step, self._step = self._step, {}
             step = step.get(_SINGLE_KEY, step)
-            self.store.append(step, step, row=row)
+            if row < store.size:  # add() failed after the observations were stored
+                store.drop_newest(1)
+            store.append(step, step)
 
     def decode(self, rows: IndexArray, envs: IndexArray, device: th.device | None = None) -> tuple[Any, Any]:
         """

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import CodeType
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch as th
 from stable_baselines3 import DQN
-from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.vec_env import VecNormalize
 
@@ -164,16 +162,13 @@ class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
         if self._hook is not None:
             self._end_hook(self._hook)
         if training is not None:
-            self._register_hook(*training, samples)
+            algorithm, train_code = training
+            owner = owner_of(type(algorithm), train_code)
+            critic = find_critic(algorithm, owner)
+            if critic is not None:
+                target = DqnTarget(algorithm, samples) if owner is DQN else None  # type: ignore[arg-type]
+                self._hook = CriticHook(self, algorithm, critic, owner.__name__, self.importance_weights, target)
         return samples
-
-    def _register_hook(self, algorithm: OffPolicyAlgorithm, train_code: CodeType, samples: Any) -> None:
-        """Register a hook for a batch that was sampled by ``train()``."""
-        owner = owner_of(type(algorithm), train_code)
-        critic = find_critic(algorithm, owner)
-        if critic is not None:
-            target = DqnTarget(algorithm, samples) if owner is DQN else None  # type: ignore[arg-type]
-            self._hook = CriticHook(self, algorithm, critic, owner.__name__, self.importance_weights, target)
 
     def _draw(self, batch_size: int) -> np.ndarray:
         """Draw transitions, one from each of ``batch_size`` equal parts of the sum of all weights."""

@@ -20,10 +20,10 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.devices import resolve
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
-from rl_ext_core.frames.checkpoint import as_corrupt_pickle, checksum, format_error, reduce_with_lock
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError
+from rl_ext_core.frames.checkpoint import checksum, format_error, reduce_with_lock
 from rl_ext_core.frames.gpu_decode import check_decode_on_gpu
-from rl_ext_core.frames.planning import MemoryWatch
+from rl_ext_core.frames.planning import MEASURED_AFTER, warn_if_too_large
 from rl_ext_core.vector.environments import check_count
 from sb3_ext.caller_frames import find_creating_algorithm, find_replaced_buffer
 from sb3_ext.compressed_buffer import CompressedBuffer
@@ -121,7 +121,6 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         self._create_observations(observation_space, (self.buffer_size, n_envs), **options)
         try:
             self._allocate_arrays()
-            self._observations.check_budget(sum(array.nbytes for array in self._arrays.values()))
             if others := self._observations.store.array_names - self._arrays.keys():
                 raise InvalidArgumentError(
                     f"storage_dir={str(storage_dir)!r} contains {sorted(others)} of another class of buffer, which "
@@ -131,10 +130,6 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         except BaseException:
             self.close()
             raise
-        if max_bytes is None and storage_dir is None:
-            n_bytes = sum(array.nbytes for array in self._arrays.values())
-            self._observations.watch = MemoryWatch(self._observations.store, other_bytes=n_bytes)
-            self._observations.watch.warn_if_too_large()
 
     # The position is that of the store, which changes in the same instant as its contents.
 
@@ -240,8 +235,9 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
             if self.handle_timeout_termination:
                 self._row.set_timeouts(infos)
             observations.store.append(obs, next_obs, self._row.data)
-            if observations.watch is not None and observations.store.seen == MemoryWatch.MEASURED_AFTER:
-                observations.watch.warn_if_too_large()
+            if observations.store.seen == MEASURED_AFTER:  # noqa: SIM102
+                if observations.max_bytes is None and observations.storage_dir is None:
+                    warn_if_too_large(observations.store)
 
     @property
     def recovered(self) -> Any:
@@ -360,11 +356,16 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         :raises CorruptFileError: If the file is damaged, incomplete, or contains something else.
         """
         # SB3's load_from_pkl leaves the file open if it fails.
-        with (
-            as_corrupt_pickle(path, "replay buffer", written_by="model.save_replay_buffer(path)"),
-            open_path(path, "r", suffix="pkl") as file,
-        ):
-            buffer = pickle.load(file)
+        try:
+            with open_path(path, "r", suffix="pkl") as file:
+                buffer = pickle.load(file)
+        except (RlExtError, OSError):
+            raise
+        except Exception as error:  # unpickling damaged bytes can fail in arbitrary ways
+            raise CorruptFileError(
+                f"{path} is damaged, or was not written by model.save_replay_buffer(path) ({type(error).__name__}: "
+                f"{error})"
+            ) from error
         if not isinstance(buffer, cls) or not hasattr(buffer, "actions"):  # a damaged file may lack the state
             raise CorruptFileError(
                 f"{path} contains a {type(buffer).__name__}, expected a {cls.__name__} with its state"

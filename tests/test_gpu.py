@@ -24,7 +24,6 @@ from torchrl.data import TensorDictReplayBuffer
 
 from benchmarks.isaac_like import ACTION_SIZE, IsaacLike
 from rl_ext_core.frames import StackLayout
-from rl_ext_core.testing import make_transitions
 from sb3_ext import (
     CompressedDictReplayBuffer,
     CompressedPrioritizedReplayBuffer,
@@ -32,6 +31,7 @@ from sb3_ext import (
     GymVecEnv,
     tensor,
 )
+from tests.core.frames.transitions import make_transitions
 from tests.sb3_ext.tensor_envs import Points
 from torchrl_ext import FrameStorage, GymWrapper
 

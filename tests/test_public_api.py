@@ -15,7 +15,7 @@ import pytest
 import rl_ext_core
 
 CORE = ("datasets", "devices", "errors", "factory", "frames", "isolation", "processes", "recording", "resources")
-PACKAGES = ["rl_ext_core", *(f"rl_ext_core.{name}" for name in (*CORE, "testing", "vector")), "torchrl_ext"]
+PACKAGES = ["rl_ext_core", *(f"rl_ext_core.{name}" for name in (*CORE, "vector")), "torchrl_ext"]
 PACKAGES += ["sb3_ext", "sb3_ext.contrib", "sb3_ext.tensor"]
 ADAPTERS = ("torchrl_ext", "sb3_ext")
 EXPORTED = {

@@ -1,109 +1,26 @@
-"""Conversion between datasets of episodes and storages of TorchRL."""
+"""Export of TorchRL's storages as datasets of episodes."""
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
-from torchrl.data import TensorDictReplayBuffer, TensorStorage
+from torchrl.data import TensorStorage
 
-from rl_ext_core.datasets import Episode, open_dataset, write_dataset
-from rl_ext_core.datasets.episodes import Steps, map_values, split_episodes
+from rl_ext_core.datasets import Episode, write_dataset
+from rl_ext_core.datasets.episodes import Steps, split_episodes
 from rl_ext_core.errors import InvalidArgumentError
 
-_Storage = TypeVar("_Storage", bound=TensorStorage)
-_ROWS_PER_CHUNK = 512  # encoded or decoded at a time
+_ROWS_PER_CHUNK = 512  # decoded at a time
 # Leaves that are in an element and under "next", and are not observations.
 _NOT_OBSERVED = {"done", "terminated", "truncated", "reward", "info", "is_init", "step_count", "reward_sum", "index"}
-_logger = logging.getLogger("torchrl_ext")
-
-
-def load_storage(
-    cls: type[_Storage], /, source: Any, *, max_size: int | None = None, download: bool = False, **options: Any
-) -> _Storage:
-    """Create a storage that contains the steps of a dataset.
-
-    Elements have the keys of TorchRL's ``MinariExperienceReplay``: ``"observation"``, ``"action"``, ``"episode"``,
-    ``"info"``, and under ``"next"`` the following observation and info, ``"reward"``, ``"done"``, ``"terminated"`` and
-    ``"truncated"``. Every value has the dtype of the dataset. A ``TensorDictReplayBuffer`` with this storage appends.
-
-    :param source: Minari id, such as ``"atari/pong/expert-v0"``, folder of a dataset, or ``minari.MinariDataset``.
-    :param max_size: Maximum number of elements. None: the number of steps in the dataset.
-    :param download: Whether to download a Minari id that is not on this machine.
-    :param options: Further arguments of the class, such as ``codec`` or ``storage_dir``.
-    :return: The storage.
-    :raises InvalidArgumentError: If there is no such dataset, it does not fit into ``max_size``, or ``storage_dir``
-        contains elements already.
-    :raises InvalidTypeError: If a space of the dataset is not supported, such as a Tuple.
-    :raises MissingDependencyError: If ``minari`` is not installed.
-    :raises CorruptFileError: If the dataset is damaged.
-    """
-    dataset = open_dataset(source, download=download)
-    max_size = dataset.n_steps if max_size is None else max_size
-    if options.get("ndim", 1) != 1 or max_size < dataset.n_steps:
-        raise InvalidArgumentError(
-            f"max_size={max_size} and ndim={options.get('ndim', 1)}, but {dataset.name} has {dataset.n_steps} steps: "
-            f"expected ndim=1 and max_size >= {dataset.n_steps}. For a part of the episodes, pass a "
-            "minari.MinariDataset of them"
-        )
-    storage_dir = options.get("storage_dir")
-    new_folder = Path(storage_dir) if storage_dir is not None and not Path(storage_dir).exists() else None
-    storage = cls(max_size, **{**options, "resume": False})  # refuses a folder that contains elements
-    try:
-        buffer = TensorDictReplayBuffer(storage=storage, batch_size=1)  # its writer drops the oldest at max_bytes
-        for number, episode in enumerate(dataset):
-            if len(episode):
-                for chunk in _as_elements(episode, number).split(_ROWS_PER_CHUNK):
-                    buffer.extend(chunk)
-        storage._resume_cursor = buffer.writer._cursor  # the next buffer continues there
-    except BaseException:
-        storage._empty()
-        storage.close()
-        if new_folder is not None:
-            shutil.rmtree(new_folder, ignore_errors=True)
-        raise
-    return storage
-
-
-def _as_elements(episode: Episode, number: int) -> TensorDict:
-    """Return the steps of an episode, with the keys of TorchRL's ``MinariExperienceReplay``."""
-    n_steps = len(episode)
-    flags = {"terminated": episode.terminations, "truncated": episode.truncations}
-    following = {"reward": episode.rewards, **flags, "done": episode.terminations | episode.truncations}
-    infos = _numeric(episode.infos or {}, n_steps + 1, episode)
-    found: dict[str, Any] = {"action": _as_tensors(episode.actions), "episode": torch.full((n_steps,), number)}
-    found["next"] = {name: _as_tensors(array[:, None]) for name, array in following.items()}
-    for name, values in {"observation": episode.observations, **({"info": infos} if infos else {})}.items():
-        found[name] = _as_tensors(map_values(lambda array: array[:-1], values))
-        found["next"][name] = _as_tensors(map_values(lambda array: array[1:], values))
-    return TensorDict(found, [n_steps])
-
-
-def _numeric(infos: Mapping[str, Any], n_rows: int, episode: Episode) -> dict[str, Any]:
-    """Return the infos that tensors can store, with one row per observation; warn about others."""
-    found: dict[str, Any] = {}
-    for key, value in infos.items():
-        if isinstance(value, Mapping):
-            found[key] = _numeric(value, n_rows, episode)
-        elif (array := np.asarray(value)).dtype.kind in "biuf" and array.shape[:1] == (n_rows,):
-            found[key] = array
-        else:
-            _logger.warning("infos[%r] has no number for each observation, and is left out", key)
-    return {key: value for key, value in found.items() if not isinstance(value, dict) or value}
-
-
-def _as_tensors(values: Any) -> Any:
-    """Convert arrays to tensors that share their memory."""
-    return map_values(lambda array: torch.from_numpy(np.require(array, requirements="W")), values)
 
 
 def save_storage(

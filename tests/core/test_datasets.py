@@ -122,15 +122,6 @@ def test_lerobot_datasets_are_recognized(tmp_path: Path, monkeypatch: pytest.Mon
         open_dataset(tmp_path)
 
 
-def test_failed_download_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(dataset_id: str) -> None:
-        raise OSError("no network")
-
-    monkeypatch.setattr(minari, "download_dataset", fail)
-    with pytest.raises(InvalidArgumentError, match=r"OSError: no network.*\n    minari list remote"):
-        open_dataset("games/mine-v0", download=True)
-
-
 def test_missing_package_is_reported_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "mine")
     monkeypatch.setitem(sys.modules, "h5py", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,7 @@ from gymnasium import spaces
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames import planning
-from rl_ext_core.frames.planning import MemoryWatch
-from sb3_ext import CompressedReplayBuffer
+from sb3_ext import CompressedReplayBuffer, replay_buffers
 from tests.sb3_ext.buffer_envs import add_all, collect_transitions, image_env, make_buffers_for
 
 
@@ -55,40 +55,21 @@ def test_jpeg_options_require_codec_jpeg() -> None:
             fill_buffers(**options)
 
 
-IMAGES = spaces.Box(0, 255, (9, 100, 100), np.uint8), spaces.Discrete(3)
-
-
-def test_too_large_buffer_warns_with_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "available_memory", lambda: 3_000_000_000)
-    with pytest.warns(UserWarning, match="3 GB are free") as caught:
-        CompressedReplayBuffer(1_000_000, *IMAGES, device="cpu", n_envs=4)
-    assert len(caught) == 1
-    text = str(caught[0].message)
-    assert "uncompressed they would take 180 GB" in text
-    assert "rl-ext plan --shape 9,100,100 --size 1000000 --envs 4 --env ID" in text
-    assert caught[0].filename == __file__
-
-
-@pytest.mark.parametrize("options", [{"max_bytes": 10**9}, {"storage_dir": "there"}], ids=str)
-def test_limited_buffer_does_not_warn_about_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, options: dict[str, Any]
+@pytest.mark.parametrize("options", [{}, {"max_bytes": 10**7}, {"storage_dir": "there"}], ids=str)
+def test_too_large_buffer_warns_once_unless_it_is_limited(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(planning, "available_memory", lambda: 1000)
     monkeypatch.chdir(tmp_path)
-    CompressedReplayBuffer(10_000, *IMAGES, device="cpu", **options).close()
-
-
-def test_memory_warning_uses_measured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryWatch, "MEASURED_AFTER", 150)
+    monkeypatch.setattr(replay_buffers, "MEASURED_AFTER", 150)
+    monkeypatch.setattr(planning, "available_memory", lambda: 10**7)
     rng = np.random.default_rng(0)
     space = spaces.Box(0, 255, (3, 30, 30), np.uint8)
-    monkeypatch.setattr(planning, "available_memory", lambda: 10**12)
-    buffer = CompressedReplayBuffer(100_000, space, IMAGES[1], device="cpu")
-    monkeypatch.setattr(planning, "available_memory", lambda: 10**7)
+    buffer = CompressedReplayBuffer(100_000, space, spaces.Discrete(3), device="cpu", **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(200):
             image = rng.integers(256, size=(1, *space.shape)).astype(np.uint8)
             buffer.add(image, image, np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
-    assert len(caught) == 1
-    assert "measured so far" in str(caught[0].message)
+    buffer.close()
+    assert len(caught) == (not options)
+    assert all("uncompressed they would take 540 MB" in str(warning.message) for warning in caught)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import pickle
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +78,6 @@ def test_load_after_del_continues_in_the_folder(tmp_path: Path) -> None:
     assert (tmp_path / "buffer.pkl").stat().st_size < 10_000
     shutil.copytree(tmp_path / "a", tmp_path / "killed")
     assert size_of_folder(tmp_path / "killed") == 50
-
-
-def test_in_use_error_names_the_thread_that_owns_the_folder(tmp_path: Path) -> None:
-    buffers: list[Any] = []
-    thread = threading.Thread(target=lambda: buffers.append(make_model(tmp_path / "a").replay_buffer), name="trainer")
-    thread.start()
-    thread.join()
-    with pytest.raises(StorageError, match=r"in use by this process, .*thread 'trainer'"):
-        make_model(tmp_path / "a", resume=True)
-    buffers[0].close()
 
 
 @pytest.mark.filterwarnings("ignore:The last trajectory")

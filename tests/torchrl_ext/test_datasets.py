@@ -1,4 +1,4 @@
-"""Datasets become storages with the keys of TorchRL's datasets, and storages become datasets."""
+"""Storages become datasets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs import GymEnv
 
 from rl_ext_core.datasets import Episode, open_dataset, write_dataset
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
+from rl_ext_core.datasets.episodes import map_values
+from rl_ext_core.errors import InvalidArgumentError
 from tests.dataset_checks import assert_equal_episodes, random_episodes, require_minari
 from torchrl_ext import FrameStorage
 from torchrl_ext.datasets import read_storage_episodes
@@ -26,6 +27,7 @@ VECTOR = spaces.Box(-np.inf, np.inf, (3,), np.float64)
 MIXED = spaces.Dict({"camera": PIXELS, "inner": spaces.Dict({"state": VECTOR})})
 SWITCH = spaces.Discrete(4)
 THRUST = spaces.Box(-2, 3, (2,), np.float32)
+SIDES = slice(None, -1), slice(1, None)
 
 
 @pytest.fixture(autouse=True)
@@ -38,37 +40,21 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write(observations: Any = PIXELS, actions: Any = SWITCH, lengths: tuple[int, ...] = (4, 1, 7)) -> list[Episode]:
     """Write the dataset ``mine-v0``, and return its episodes."""
     episodes = random_episodes(observations, actions, lengths)
-    episodes = [Episode(**{**vars(one), "infos": {"lives": np.arange(len(one) + 1)}}) for one in episodes]
     write_dataset("mine-v0", episodes, observations, actions)
     return episodes
 
 
-def describe(elements: Any) -> dict[Any, Any]:
-    """Return the shapes and dtypes of elements by key."""
-    return {key: (tuple(leaf.shape), leaf.dtype) for key, leaf in elements.items(True, True) if key != "index"}
-
-
-# TorchRL's datasets use its own deprecated classes.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_elements_have_the_keys_of_minari_experience_replay(tmp_path: Path) -> None:
-    from torchrl.data.datasets.minari_data import MinariExperienceReplay
-
-    episodes = write(MIXED, THRUST)
-    options = {"batch_size": 2, "root": tmp_path / "cache", "load_from_local_minari": True, "download": False}
-    theirs = MinariExperienceReplay("mine-v0", **options)[:]
-    storage = FrameStorage.from_dataset("mine-v0")
-    ours = storage.get(torch.arange(len(storage)))
-    assert describe(ours) == describe(theirs)
-    assert not theirs["next", "reward"].any()  # TorchRL 0.14 returns zeros only
-    rewards = np.concatenate([episode.rewards for episode in episodes])
-    np.testing.assert_array_equal(ours["next", "reward"][:, 0], rewards)
-    np.testing.assert_array_equal(ours["action"], np.concatenate([episode.actions for episode in episodes]))
-    assert ours["episode"].tolist() == [0] * 4 + [1] + [2] * 7
-    assert ours["next", "info", "lives"].tolist() == [1, 2, 3, 4, 1, 1, 2, 3, 4, 5, 6, 7]
-    for part, values in ((ours, slice(None, -1)), (ours["next"], slice(1, None))):
-        camera = np.concatenate([episode.observations["camera"][values] for episode in episodes])
-        np.testing.assert_array_equal(part["observation", "camera"], camera)
-    assert torch.equal(ours["next", "done"], ours["next", "terminated"] | ours["next", "truncated"])
+def fill(storage: FrameStorage) -> TensorDictReplayBuffer:
+    """Fill a storage with the dataset ``mine-v0``, as in the guide."""
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
+    for episode in open_dataset("mine-v0"):
+        sides = [map_values(lambda array, part=part: array[part], episode.observations) for part in SIDES]
+        ends = {"terminated": episode.terminations, "truncated": episode.truncations}
+        ends |= {"done": episode.terminations | episode.truncations, "reward": episode.rewards}
+        following = {"observation": sides[1], **{key: array[:, None] for key, array in ends.items()}}
+        elements = {"observation": sides[0], "action": episode.actions, "next": following}
+        buffer.extend(TensorDict(elements, [len(episode)]))
+    return buffer
 
 
 @pytest.mark.parametrize(
@@ -76,7 +62,8 @@ def test_elements_have_the_keys_of_minari_experience_replay(tmp_path: Path) -> N
 )
 def test_round_trip_returns_equal_episodes(observations: Any, actions: Any, tmp_path: Path) -> None:
     episodes = write(observations, actions)
-    storage = FrameStorage.from_dataset("mine-v0")
+    storage = FrameStorage(12)
+    fill(storage)
     storage.to_dataset("copy-v0", actions, data_format="arrow")
     assert_equal_episodes(open_dataset("copy-v0"), episodes)
     assert open_dataset("copy-v0").observation_space == observations  # as it was inferred
@@ -84,16 +71,10 @@ def test_round_trip_returns_equal_episodes(observations: Any, actions: Any, tmp_
     assert_equal_episodes(minari.MinariDataset(tmp_path / "copy"), episodes)
 
 
-def test_replay_buffer_appends_to_the_dataset(tmp_path: Path) -> None:
+def test_overwritten_elements_are_left_out(tmp_path: Path) -> None:
     episodes = write()
-    FrameStorage.from_dataset("mine-v0", max_size=15, storage_dir=tmp_path / "stored").close()
-    with pytest.raises(InvalidArgumentError, match="contains 12 rows of an earlier buffer"):
-        FrameStorage.from_dataset("mine-v0", max_size=15, storage_dir=tmp_path / "stored")
-    storage = FrameStorage(15, storage_dir=tmp_path / "stored", resume=True)
-    buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
-    old = storage.get(torch.arange(5))
-    buffer.extend(old)
-    assert (len(buffer), buffer.sample().batch_size) == (15, torch.Size([4]))
+    storage = FrameStorage(15, storage_dir=tmp_path / "stored")
+    fill(storage).extend(storage.get(torch.arange(5)))
     found = list(read_storage_episodes(storage, PIXELS, SWITCH))
     assert [len(episode) for episode in found] == [2, 1, 7, 4, 1]
     np.testing.assert_array_equal(found[0].observations, episodes[0].observations[2:])
@@ -136,8 +117,9 @@ def test_several_keys_become_a_dict() -> None:
 
 
 def test_unsuitable_storages_are_refused() -> None:
-    episodes = write()
-    storage = FrameStorage.from_dataset("mine-v0")
+    write()
+    storage = FrameStorage(12)
+    fill(storage)
     with pytest.raises(InvalidArgumentError, match=r"actions have shape \(\), expected \(2,\)"):
         storage.to_dataset("copy-v0", THRUST)
     with pytest.raises(InvalidArgumentError, match=r"actions are from 1 to 3, expected those of Discrete\(2\)"):
@@ -150,22 +132,3 @@ def test_unsuitable_storages_are_refused() -> None:
     TensorDictReplayBuffer(storage=storage, batch_size=1).extend(TensorDict({"a": torch.zeros(2)}, [2]))
     with pytest.raises(InvalidArgumentError, match=r"'action', \('next', 'reward'\)"):
         storage.to_dataset("copy-v0", SWITCH)
-    for options in ({"max_size": 11}, {"ndim": 2}):
-        with pytest.raises(InvalidArgumentError, match="max_size >= 12"):
-            FrameStorage.from_dataset("mine-v0", **options)
-    assert len(episodes) == 3
-
-
-def test_failure_removes_a_new_storage_dir(tmp_path: Path, root: Path) -> None:
-    import h5py
-
-    write()
-    with h5py.File(root / "mine-v0" / "data" / "main_data.hdf5", "a") as file:
-        del file["episode_1/rewards"]
-    with pytest.raises(CorruptFileError, match="episode 1 is damaged"):
-        FrameStorage.from_dataset("mine-v0", storage_dir=tmp_path / "stored")
-    assert not (tmp_path / "stored").exists()
-    (tmp_path / "stored").mkdir()
-    for _ in range(2):  # nothing is left in an empty folder, so the second call fails in the same way
-        with pytest.raises(CorruptFileError, match="episode 1 is damaged"):
-            FrameStorage.from_dataset("mine-v0", storage_dir=tmp_path / "stored")

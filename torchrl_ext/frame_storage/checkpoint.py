@@ -1,29 +1,27 @@
 """Checkpoints of a frame storage, for ``dumps``, ``loads`` and ``state_dict``.
 
-All contain the same bytes: the length of the header in 16 digits, the header as JSON, and aligned arrays. Reading them
-executes no code.
+All contain the same bytes: a NumPy archive (``.npz``) of a header as JSON, and of all arrays. Reading it executes no
+code. The archive has checksums.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
-from rl_ext_core._interrupts import defer_signals, run_pending_handlers
+from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
-from rl_ext_core.frames.checkpoint import checksum, format_error
+from rl_ext_core.frames.checkpoint import FORMAT, format_error
 from rl_ext_core.frames.log_folder import MANIFEST, as_corrupt_file, replacing
-from torchrl_ext.frame_storage.format import ALIGNMENT, align, describe_rows, rebuild
+from torchrl_ext.frame_storage.format import describe_rows, rebuild
 
-FORMAT = 6
-_FILE = "frames.bin"
-_LENGTH_DIGITS = 16
+_FILE = "frames.npz"
 _ARRAY = "\0array"  # key of the description of an array, which no element has
 
 
@@ -65,11 +63,11 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         if storage._is_stored_in(path):
             return
         with storage.lock:
-            write = prepare_contents(storage)
+            arrays = collect_contents(storage)
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 with replacing(path / _FILE) as file:
-                    write(file)
+                    np.savez(file, *arrays)
             except OSError as error:
                 raise StorageError(
                     f"cannot write to {path}: {error.strerror}. A previous checkpoint is intact. Free space on the "
@@ -99,13 +97,15 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
                 f"{path} contains no FrameStorage. Use buffer.dumps(path) to write one. Load the checkpoint of another "
                 "storage into one of that kind, and add its elements: buffer.extend(other[:])"
             )
-        with as_corrupt_file(f"{path / _FILE} is"):
-            contents = read_contents(np.memmap(path / _FILE, np.uint8, mode="r"), path / _FILE)
+        with as_corrupt_file(f"{path / _FILE} is"), (path / _FILE).open("rb") as file:
+            contents = read_contents(file, path / _FILE)
         storage._replace_contents(*contents)
 
 
-def prepare_contents(storage: Any) -> Callable[[BinaryIO], None]:
-    """Return a function that writes the contents of a storage. The caller must hold its lock until then.
+def collect_contents(storage: Any) -> list[npt.NDArray[Any]]:
+    """Return the contents of a storage: a header as JSON, and arrays.
+
+    The caller must hold its lock until they are written.
 
     :raises InvalidTypeError: If elements contain something else than tensors and plain values.
     """
@@ -113,65 +113,46 @@ def prepare_contents(storage: Any) -> Callable[[BinaryIO], None]:
     description, tensors = describe_rows(rows, values=True)
     flat = [tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors]
     leaves = [part.view(torch.uint8).numpy() for part in flat]  # NumPy does not have all of torch's dtypes
-    fields = {"format": FORMAT, "len": len(storage), "rows": description, "frames": frames}
-    arrays: list[Any] = []
-    end = 0
+    arrays: list[Any] = [None]
 
     def place(tree: Any) -> Any:
-        """Replace the arrays in nested dictionaries and lists by their places in the file."""
-        nonlocal end
+        """Replace the arrays in nested dictionaries and lists by their numbers."""
         if isinstance(tree, dict):
             return {key: place(part) for key, part in tree.items()}
         if isinstance(tree, (list, tuple)):
             return [place(part) for part in tree]
         if not isinstance(tree, np.ndarray):
             return tree
-        arrays.append(np.ascontiguousarray(tree))
-        start, end = end, end + align(tree.nbytes)
-        return {_ARRAY: [start, tree.dtype.str, list(tree.shape)]}
+        arrays.append(tree)
+        return {_ARRAY: len(arrays) - 1}
 
-    header = place({**fields, "leaves": leaves})
-    text = json.dumps({**header, "checksum": checksum([header, leaves])}).encode()
-
-    def write(file: BinaryIO) -> None:
-        """Write the header and the arrays."""
-        file.write(f"{len(text):{_LENGTH_DIGITS}}".encode() + text)
-        for array in [*arrays, np.zeros(0)]:
-            run_pending_handlers()
-            file.write(bytes(-file.tell() % ALIGNMENT))
-            file.write(array.reshape(-1).view(np.uint8).data)
-
-    return write
+    header = {"format": FORMAT, "len": len(storage), "rows": description, "frames": frames, "leaves": leaves}
+    arrays[0] = np.frombuffer(json.dumps(place(header)).encode(), np.uint8)
+    return arrays
 
 
-def read_contents(memory: Any, source: Any) -> tuple[Any, list[dict[str, Any]], int]:
+def read_contents(file: Any, source: Any) -> tuple[Any, list[dict[str, Any]], int]:
     """Return the elements, the frames and the length.
 
-    If the bytes are damaged, any exception may be raised.
+    If the file is damaged, any exception may be raised.
 
-    :param memory: Bytes that :func:`prepare_contents` wrote, uint8 of shape ``(n,)``.
+    :param file: File of the arrays that :func:`collect_contents` returned.
     :param source: Name of their source for errors.
     """
-    start = _LENGTH_DIGITS + int(memory[:_LENGTH_DIGITS].tobytes())
-    header = json.loads(memory[_LENGTH_DIGITS:start].tobytes())
-    if header["format"] != FORMAT:
-        raise format_error(source, header["format"], FORMAT)
-    start = align(start)
+    with np.load(file, allow_pickle=False) as arrays:
+        header = json.loads(arrays["arr_0"].tobytes())
+        if header["format"] != FORMAT:
+            raise format_error(source, header["format"], FORMAT)
 
-    def restore(tree: Any) -> Any:
-        """Replace descriptions of arrays by the arrays, without copies."""
-        if isinstance(tree, list):
-            return [restore(part) for part in tree]
-        if not isinstance(tree, dict):
-            return tree
-        if tree.keys() != {_ARRAY}:
-            return {key: restore(part) for key, part in tree.items()}
-        offset, dtype, shape = tree[_ARRAY]
-        return np.ndarray(tuple(shape), np.dtype(dtype), memory.data, start + offset)
+        def restore(tree: Any) -> Any:
+            """Replace the numbers of arrays by the arrays."""
+            if isinstance(tree, list):
+                return [restore(part) for part in tree]
+            if not isinstance(tree, dict):
+                return tree
+            if tree.keys() != {_ARRAY}:
+                return {key: restore(part) for key, part in tree.items()}
+            return arrays[f"arr_{tree[_ARRAY]}"]
 
-    expected, leaves = header.pop("checksum"), restore(header["leaves"])
-    if expected != checksum([header, leaves]) or len(memory) % ALIGNMENT:
-        raise CorruptFileError(f"{source} is damaged: its checksum does not match its contents; restore it from a copy")
-    remaining = iter(leaves)
-    rows = rebuild(header["rows"], lambda n_bytes: np.array(next(remaining)))
-    return rows, restore(header["frames"]), header["len"]
+        remaining, frames = iter(restore(header["leaves"])), restore(header["frames"])
+        return rebuild(header["rows"], lambda n_bytes: next(remaining)), frames, header["len"]

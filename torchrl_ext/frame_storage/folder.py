@@ -1,4 +1,4 @@
-"""Elements of a storage in a folder: memory-mapping, recovery after a kill, salvage.
+"""Elements of a storage in a folder: memory-mapping, recovery after a kill.
 
 In addition to the files of ``rl_ext_core.frames.log_folder``, the folder contains
 
@@ -12,24 +12,19 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from tensordict import TensorDict
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.errors import CorruptFileError, InvalidTypeError
 from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
 from rl_ext_core.frames.shared_memory import MemoryFile
-from rl_ext_core.frames.store import SalvageReport
 from torchrl_ext.frame_storage.columns import FrameColumn
 from torchrl_ext.frame_storage.format import ALIGNMENT, align, describe_rows, rebuild
 
 _logger = logging.getLogger("torchrl_ext")
-
-_STORAGE_ARGUMENTS = ("max_size", "ndim", "pixels")
 
 
 class Marks:
@@ -129,26 +124,18 @@ def open_columns(folder: LogFolder, options: dict[str, Any], *, num_threads: int
     return columns
 
 
-def find_intact(columns: list[FrameColumn], marks: Marks, *, repair: bool = False) -> npt.NDArray[np.bool_]:
-    """Read the images in a folder; return for which elements all images are found, shape ``(length,)``.
-
-    :param repair: Whether to skip damaged parts.
-    :raises CorruptFileError: If a file is damaged.
-    """
-    found = [column.table.recover(repair=repair)[: marks.length * column.per_row] for column in columns]
-    return np.all([rows.reshape(marks.length, -1 if len(rows) else 1).all(axis=1) for rows in found], axis=0)
-
-
 def check_images(columns: list[FrameColumn], marks: Marks, folder: LogFolder) -> None:
     """Read the images in a folder. Those of elements that were being written may be missing.
 
     :raises CorruptFileError: If other images are missing or damaged.
     """
-    is_lost = ~find_intact(columns, marks) & ~marks.writing[: marks.length]
+    length = marks.length
+    found = [column.table.recover()[: length * column.per_row].reshape(length, column.per_row) for column in columns]
+    is_lost = ~np.all([rows.all(axis=1) for rows in found], axis=0) & ~marks.writing[:length]
     if lost := int(np.count_nonzero(is_lost)):
         raise CorruptFileError(
-            f"images of {lost} of {marks.length} elements in {folder.path} are missing: the data was truncated or "
-            "overwritten. Keep the intact elements with FrameStorage.salvage(storage_dir)"
+            f"images of {lost} of {length} elements in {folder.path} are missing: the data was truncated or "
+            "overwritten. Restore the folder from a copy, or pass another storage_dir"
         )
 
 
@@ -180,34 +167,3 @@ def drop_torn_elements(rows: Any, columns: list[FrameColumn], marks: Marks, proc
         )
     marks.update(length, next_row if length == len(rows) else length)
     marks.writing[:] = False
-
-
-def salvage_folder(path: str | os.PathLike[str]) -> SalvageReport:
-    """Repair a damaged folder: keep the longest run of intact elements, and drop all others."""
-    folder = LogFolder(path, None)
-    try:
-        if folder.settings is None:
-            raise InvalidArgumentError(f"storage_dir={os.fspath(path)!r} does not contain a storage")
-        rows, marks = map_elements(folder)
-        options = {name: value for name, value in folder.options.items() if name not in _STORAGE_ARGUMENTS}
-        columns = open_columns(folder, options)
-        with as_corrupt_file(f"{folder.path} is"):
-            length = marks.length
-            good = find_intact(columns, marks, repair=True) & ~marks.writing[:length]
-            oldest = marks.next_row if length == len(rows) else 0
-            order = (oldest + np.arange(length)) % max(length, 1)
-            # Each run except the first begins with a damaged element.
-            runs = np.split(order, np.flatnonzero(~good[order]))
-            places = max((run[good[run]] for run in runs), key=len)
-            rows[: len(places)] = rows[torch.from_numpy(places)].clone()
-            for column in columns:
-                column.table.move(column.rows_of(places))
-                column.table.close()
-            marks.update(len(places), len(places) % len(rows))
-            marks.writing[:] = False
-            n = rows.shape[1 : folder.options["ndim"]].numel()  # elements per row
-    finally:
-        folder.close()
-    report = SalvageReport(len(places) * n, (length - len(places)) * n)
-    _logger.warning("%s: number of elements kept: %d, dropped: %d", folder.path, *report)
-    return report

@@ -26,10 +26,9 @@ from rl_ext_core.frames.codecs import DEFAULT_QUALITY, check_codec, describe_los
 from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
 from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
 from rl_ext_core.frames.shared_memory import MemoryFile, ProcessLock
-from rl_ext_core.frames.store import SalvageReport
 from rl_ext_core.vector.environments import check_count
 from torchrl_ext._compat import is_sampler
-from torchrl_ext.datasets import load_storage, save_storage
+from torchrl_ext.datasets import save_storage
 from torchrl_ext.frame_storage.arguments import (
     Places,
     as_tensordict,
@@ -49,7 +48,7 @@ from torchrl_ext.frame_storage.buffers import (
     rewind_writer,
     set_writer_cursor,
 )
-from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, prepare_contents, read_contents
+from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, collect_contents, read_contents
 from torchrl_ext.frame_storage.columns import _COPY_BATCH, FrameColumn, Key, describe_image_columns
 from torchrl_ext.frame_storage.folder import (
     Marks,
@@ -58,7 +57,6 @@ from torchrl_ext.frame_storage.folder import (
     drop_torn_elements,
     map_elements,
     open_columns,
-    salvage_folder,
 )
 from torchrl_ext.frame_storage.view import FrameView
 
@@ -463,8 +461,7 @@ class FrameStorage(TensorStorage):
         """
         return self._get(index, by_sampler=is_sampler(sys._getframe(1)))
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._get(index, by_sampler=is_sampler(sys._getframe(1)))
+    __getitem__ = get
 
     @defer_signals
     def _get(self, index: Any, *, by_sampler: bool) -> Any:
@@ -734,7 +731,7 @@ class FrameStorage(TensorStorage):
             if not self.initialized:
                 return {"initialized": False, "_len": 0}
             file = io.BytesIO()
-            prepare_contents(self)(file)
+            np.savez(file, *collect_contents(self))
             contents = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
             return {"frame_storage": contents, "initialized": True, "_len": self._len}
 
@@ -749,7 +746,7 @@ class FrameStorage(TensorStorage):
         self._require_open()
         if state_dict.get("frame_storage") is not None:
             with as_corrupt_file("this state is"):
-                contents = read_contents(state_dict["frame_storage"].cpu().numpy(), "this state")
+                contents = read_contents(io.BytesIO(state_dict["frame_storage"].cpu().numpy()), "this state")
             self._replace_contents(*contents)
         elif state_dict.get("initialized"):
             raise InvalidArgumentError(
@@ -763,22 +760,7 @@ class FrameStorage(TensorStorage):
         """Return whether ``path`` is the ``storage_dir`` of this storage."""
         return self._folder is not None and Path(path).absolute() == self._folder.path
 
-    from_dataset: Any = classmethod(load_storage)
     to_dataset = save_storage
-
-    @staticmethod
-    def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
-        """Repair a damaged ``storage_dir``: keep the longest run of intact elements.
-
-        All files are read. Damaged elements are deleted: copy the folder first if in doubt.
-
-        :param storage_dir: the folder
-        :return: number of elements that were kept, and number of those that were dropped
-        :raises InvalidArgumentError: If there is no storage in the folder.
-        :raises CorruptFileError: If nothing can be read.
-        :raises StorageError: If another process uses the folder.
-        """
-        return salvage_folder(storage_dir)
 
 
 def _example_row(rows: Any) -> Any:

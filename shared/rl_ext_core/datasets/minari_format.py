@@ -18,7 +18,6 @@ from rl_ext_core.errors import (
     CorruptFileError,
     InvalidArgumentError,
     InvalidTypeError,
-    MissingDependencyError,
     RlExtError,
     StorageError,
     _missing_dependency_error,
@@ -58,7 +57,7 @@ class MinariReader(Dataset):
         )
 
 
-def open_minari(source: Any, *, download: bool) -> MinariReader:
+def open_minari(source: Any) -> MinariReader:
     """Open a Minari dataset, see :func:`rl_ext_core.datasets.open_dataset`."""
     minari = _import_minari()
     if isinstance(source, minari.MinariDataset):
@@ -69,8 +68,6 @@ def open_minari(source: Any, *, download: bool) -> MinariReader:
         )
     if is_id(source):
         folder = _root() / str(source) / _DATA
-        if not folder.is_dir() and download:
-            _download(minari, str(source))
         if not folder.is_dir():
             raise InvalidArgumentError(
                 f"the Minari dataset {source!r} is not on this machine ({folder}). Download it with:\n"
@@ -93,15 +90,33 @@ def open_minari(source: Any, *, download: bool) -> MinariReader:
         return MinariReader(minari.MinariDataset(folder), str(source))
 
 
-def write_minari(
+def write_dataset(
     target: str | os.PathLike[str],
     episodes: Iterable[Episode],
     observation_space: Any,
     action_space: Any,
     *,
-    data_format: str,
+    data_format: str = "hdf5",
 ) -> Path:
-    """Write a Minari dataset, see :func:`rl_ext_core.datasets.write_dataset`."""
+    """Write a Minari dataset, one episode at a time.
+
+    Images are stored without JPEG, so every value is read again with the same bits. The dataset is written next to the
+    target and renamed at the end.
+
+    :param target: Minari id, such as ``"cartpole/mine-v0"``, which ``minari.load_dataset`` loads; or folder, which
+        ``minari.MinariDataset`` loads
+    :param episodes: Episodes, at least one
+    :param observation_space: Gymnasium space of the observations
+    :param action_space: Gymnasium space of the actions
+    :param data_format: ``"hdf5"``, ``"arrow"`` or ``"parquet"``
+    :return: Folder that ``minari.MinariDataset`` loads
+    :raises InvalidArgumentError: If the target exists, there is not an episode, or Minari does not know the format
+    :raises InvalidTypeError: If a space is not supported, such as a Tuple
+    :raises MissingDependencyError: If ``minari``, ``h5py`` or ``pyarrow`` is not installed
+    :raises StorageError: If the folder cannot be written
+    """
+    check_space(observation_space, "observation_space")
+    check_space(action_space, "action_space")
     minari = _import_minari()
     from minari.data_collector import EpisodeBuffer
     from minari.dataset.minari_storage import MinariStorage
@@ -200,22 +215,6 @@ def _root() -> Path:
     from minari.storage import get_dataset_path
 
     return Path(get_dataset_path())
-
-
-def _download(minari: Any, dataset_id: str) -> None:
-    """Download a dataset to Minari's folder.
-
-    :raises InvalidArgumentError: If it does not exist, or there is no connection
-    """
-    try:
-        minari.download_dataset(dataset_id)
-    except ImportError as error:
-        raise MissingDependencyError(f"Minari cannot download {dataset_id!r}: {error}", name=error.name) from error
-    except Exception as error:  # those of several network libraries
-        raise InvalidArgumentError(
-            f"Minari cannot download {dataset_id!r} ({type(error).__name__}: {error}). List the datasets with:\n"
-            "    minari list remote"
-        ) from error
 
 
 @contextlib.contextmanager

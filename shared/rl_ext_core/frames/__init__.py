@@ -6,15 +6,13 @@
 
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.planning import Plan, plan
-from rl_ext_core.frames.store import FrameStore, Observation, RecoveryReport, SalvageReport, salvage
+from rl_ext_core.frames.store import FrameStore, Observation, RecoveryReport
 
 __all__ = [
     "FrameStore",
     "Observation",
     "Plan",
     "RecoveryReport",
-    "SalvageReport",
     "StackLayout",
     "plan",
-    "salvage",
 ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from rl_ext_core.errors import CorruptFileError, MissingDependencyError, RlExtError
+from rl_ext_core.errors import CorruptFileError
 
 FORMAT = 1  # of folders, their segments, and pickles of stores
 
@@ -86,35 +85,3 @@ def reduce_with_lock(lock: Any, reduce: Callable[[], Any]) -> Any:
         held.release()
         raise
     return function, arguments, {**state, "held": held}, *rest
-
-
-@contextlib.contextmanager
-def as_corrupt_pickle(file: Any, what: str, *, written_by: str) -> Iterator[None]:
-    """Within the context, raise ``CorruptFileError`` instead of errors of unpickling.
-
-    Unpickling damaged bytes can fail in arbitrary ways.
-
-    ``OSError`` and this project's own exceptions are not changed.
-
-    :param file: File that is read
-    :param what: Name of its contents, such as ``"store"``
-    :param written_by: Call that writes such a file
-    :raises MissingDependencyError: If the file was written with NumPy 2, and the installed one is older
-    :raises CorruptFileError: If anything else fails
-    """
-    try:
-        yield
-    except (RlExtError, OSError):
-        raise
-    except Exception as error:
-        # A damaged name of a module can begin like NumPy 2's.
-        missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
-        if missing.startswith("numpy._core") and int(np.__version__.partition(".")[0]) < 2:
-            raise MissingDependencyError(
-                f"{file} was written with NumPy 2, whose arrays NumPy {np.__version__} cannot read; run "
-                "pip install 'numpy>=2', and load it again"
-            ) from error
-        raise CorruptFileError(
-            f"{file} is truncated, damaged, or not a {what} ({type(error).__name__}: {error}); write it with "
-            f"{written_by}"
-        ) from error

@@ -132,11 +132,11 @@ class JpegCodec:
         self._quality, self._shape = quality, tuple(shape)
         self._planar = shape[2] not in _COLORSPACES or shape[0] < shape[2]
 
-    def encode(self, frame: memoryview) -> bytes:
-        """Encode a frame as a JPEG image."""
+    def encode(self, frame: npt.NDArray[np.uint8]) -> bytes:
+        """Encode a frame, which is given as bytes, as a JPEG image."""
         import simplejpeg
 
-        image: Any = np.frombuffer(frame, dtype=np.uint8).reshape(self._shape)
+        image: Any = frame.reshape(self._shape)
         if self._planar:
             image = np.ascontiguousarray(np.moveaxis(image, 0, -1))
         colorspace = _COLORSPACES[image.shape[2]]

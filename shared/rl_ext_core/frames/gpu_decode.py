@@ -92,17 +92,9 @@ class GpuDecoder:
         """
         with store.lock:
             handles = store.handles(rows, envs)
-            stacks = self.get_stacks(store, np.concatenate(handles if key is None else handles[key]), key)
+            both = np.concatenate(handles if key is None else handles[key])
+            stacks = self.decode(store._log, [*store.parts].index(key), both)
         return stacks[: len(rows)], stacks[len(rows) :]
-
-    def get_stacks(self, store: FrameStore, handles: npt.NDArray[np.int64], key: Any = None) -> torch.Tensor:
-        """Decode observations of a store by their handles.
-
-        :param handles: Handles that the store returned, shape ``(batch,)``. Handle 0 gives zeros.
-        :param key: Key of ``Dict`` observations.
-        """
-        with store.lock:
-            return self.decode(store._log, [*store.parts].index(key), handles)
 
     def decode(self, log: FrameLog, number: int, handles: npt.NDArray[np.int64]) -> torch.Tensor:
         """Decode stacks of a column of a log by their handles.

@@ -34,7 +34,7 @@ from rl_ext_core.frames.log_read import (
     decode_transitions,
     find_handles,
 )
-from rl_ext_core.frames.log_recover import DAMAGED, are_pairs, count_records, drop_rows, replay_segment, write_note
+from rl_ext_core.frames.log_recover import DAMAGED, are_pairs, drop_rows, replay_segment, write_note
 from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, SegmentFile, list_files
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
 from rl_ext_core.frames.log_write import (
@@ -574,16 +574,13 @@ class FrameLog:
         positions = pairs >> 23
         return np.where(pairs == 0, 0, self._numbers_by_slot[positions >> shift] << 32 | positions & ((1 << shift) - 1))
 
-    def replay_all(self, *, repair: bool) -> bool:
+    def replay_all(self) -> bool:
         """Enter the rows that an earlier process left in the folder. The newest record of a row counts.
 
-        :param repair: Whether to skip damaged parts.
         :return: Whether no file is damaged.
         """
         assert self.folder is not None
-        is_intact = True
-        for file in list_files(self.folder, repair=repair, has_gaps=True):
-            is_intact &= self._replay(Segment.open(file), file.number, -1) != DAMAGED
+        is_intact = all(self._replay(file, -1) != DAMAGED for file in list_files(self.folder, has_gaps=True))
         self.count_live()
         return is_intact
 
@@ -699,24 +696,20 @@ class FrameLog:
         """
         assert self.folder is not None
         for file in list_files(self.folder):
-            if self.replay(file) == DAMAGED:
+            if self._replay(file, int(self.state[fields.RECORDS]) if self._segments else -1) == DAMAGED:
                 raise CorruptFileError(f"{file.path} is damaged: a record does not match its checksum or the others")
         self.check_stored()
 
-    def replay(self, file: SegmentFile) -> int:
-        """Enter the transitions of the next segment into the ring.
+    def _replay(self, file: SegmentFile, expected: int) -> int:
+        """Enter the transitions of a segment into the ring.
 
+        :param expected: Number of its first record, modulo 2**32, or -1 for any.
         :return: ``CLEAN``, or ``DAMAGED`` if only its first records are intact, or are not the next ones.
         """
-        expected = int(self.state[fields.RECORDS]) if self._segments else -1
-        return self._replay(Segment.open(file), file.number, expected)
-
-    def _replay(self, segment: Segment, number: int, expected: int) -> int:
-        """Enter the transitions of a segment into the ring."""
-        state, slot = self.state, self._take_slot()
+        state, slot, segment = self.state, self._take_slot(), Segment.open(file)
         segment.n_words = min(segment.n_words, 1 << int(state[fields.SEGMENT_SHIFT]))
         self._add_segment(slot, segment)
-        state[fields.SEQUENCE] = number
+        state[fields.SEQUENCE] = file.number
         checked = np.zeros(segment.n_words, np.uint8)
         result = int(replay_segment(state, slot, segment.n_words, expected, checked))
         self._used[slot] = words = int(state[fields.NEXT]) & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)
@@ -725,11 +718,6 @@ class FrameLog:
         else:
             state[fields.DIED] += 1
         return result
-
-    def count_records(self) -> int:
-        """Return the number of completed records, with those behind damage in the segment that was replayed last."""
-        slot = next(reversed(self._segments))
-        return int(count_records(self.state, slot, self._segments[slot].n_words)) & 0xFFFFFFFF
 
     def check_stored(self) -> None:
         """Drop rows that are not stored any more; raise if one of the others is missing.
@@ -839,25 +827,6 @@ class FrameLog:
         shift, at = int(self.state[fields.SEGMENT_SHIFT]), int(self.state[fields.NEXT])
         segment, at = self._segments.get(at >> shift), at & ((1 << shift) - 1)
         return segment is not None and at > 0 and bool(segment.words[at : at + self.record_words].any())
-
-    def count_newest(self) -> int:
-        """Return the number of newest transitions before the first one that is missing."""
-        rows = (self.position - 1 - np.arange(self.stored)) % self.capacity
-        missing = np.flatnonzero(~self.pairs[rows].all(axis=(1, 2)))
-        return int(missing[0]) if len(missing) else self.stored
-
-    def ends_in(self, number: int) -> bool:
-        """Return whether a segment contains the last record that was replayed."""
-        shift, at = int(self.state[fields.SEGMENT_SHIFT]), int(self.state[fields.NEXT])
-        return self._segments[at >> shift].number == number and at & ((1 << shift) - 1) > SEGMENT_HEADER
-
-    def end_here(self) -> None:
-        """Make the last record that was replayed the end of its segment."""
-        shift, at = int(self.state[fields.SEGMENT_SHIFT]), int(self.state[fields.NEXT])
-        segment, at = self._segments.get(at >> shift), at & ((1 << shift) - 1)
-        if segment is not None:
-            segment.words[at : at + 1] = 0
-            segment.truncate(min(segment.n_words, at + 1))
 
     def close(self) -> None:
         """Close the open segment, so that its file takes no more space than needed."""

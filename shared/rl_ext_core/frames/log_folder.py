@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import shutil
-import threading
 import weakref
 from collections.abc import Iterator
 from operator import index
@@ -36,19 +35,6 @@ _GENERATION = re.compile(r"log-(\d{4})")
 _ARRAY = re.compile(r"array-([a-z_]+)")
 
 _open_folders: weakref.WeakSet[LogFolder] = weakref.WeakSet()
-
-
-def validate_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a folder.
-
-    :raises InvalidArgumentError: If the path is empty, which would be the working directory.
-    """
-    if not os.fspath(path):
-        raise InvalidArgumentError(
-            f"storage_dir={path!r} is empty; pass the name of a folder, for example storage_dir='buffer', or None to "
-            "keep everything in memory"
-        )
-    return Path(path)
 
 
 @contextlib.contextmanager
@@ -107,7 +93,7 @@ class LogFolder:
     """Folder of a store, locked for this process.
 
     :param path: Path of the folder, which is created if it does not exist.
-    :param options: Options of the store as plain values; an existing folder requires the same ones. None accepts any.
+    :param options: Options of the store as plain values; an existing folder requires the same ones.
     :ivar options: Options of the store.
     :ivar settings: Settings of the stored frames, as plain values; None if the folder is new.
     :ivar identity: Random name of the store. Copies of the folder have the same.
@@ -119,9 +105,14 @@ class LogFolder:
     settings: dict[str, Any] | None
     close: weakref.finalize[Any, LogFolder]
 
-    def __init__(self, path: str | os.PathLike[str], options: dict[str, Any] | None) -> None:
-        self.path = validate_path(path).absolute()
-        self.options: dict[str, Any] = {} if options is None else json.loads(json.dumps(options))
+    def __init__(self, path: str | os.PathLike[str], options: dict[str, Any]) -> None:
+        if not os.fspath(path):  # it would be the working directory
+            raise InvalidArgumentError(
+                f"storage_dir={path!r} is empty; pass the name of a folder, for example storage_dir='buffer', or None "
+                "to keep everything in memory"
+            )
+        self.path = Path(path).absolute()
+        self.options: dict[str, Any] = json.loads(json.dumps(options))
         self.identity = secrets.token_hex(8)
         self._is_new = not self.path.exists()
         if self._is_new:
@@ -137,18 +128,17 @@ class LogFolder:
                 f"folder, for example storage_dir={str(self.path / 'buffer')!r}"
             )
         self._descriptor = _open_lock_file(self.path / "lock")
-        self._thread_name = threading.current_thread().name
         self.close = weakref.finalize(self, os.close, self._descriptor)
         self.close.atexit = False
         self._pid = os.getpid()
         _open_folders.add(self)
         try:
-            self.settings, self._generation = self._read(options is None)
+            self.settings, self._generation = self._read()
         except BaseException:
             self.close()
             raise
 
-    def _read(self, any_options: bool) -> tuple[dict[str, Any] | None, int]:
+    def _read(self) -> tuple[dict[str, Any] | None, int]:
         """Read the settings, and delete what an unfinished change of them has left."""
         manifest = self.path / MANIFEST
         generations = _generations(self.path)
@@ -158,8 +148,6 @@ class LogFolder:
             with as_corrupt_file(f"{manifest} is"):
                 options, settings = found["options"], found["settings"]
                 self.identity, current = found["identity"], index(found["generation"])
-            if any_options:
-                self.options = options
             self._check_options(options)
             if settings is not None and current not in generations:
                 raise CorruptFileError(f"{_generation_path(self.path, current)} is missing. Restore it from a copy")
@@ -178,7 +166,7 @@ class LogFolder:
         if self._generation >= 0:
             fields = {"format": FORMAT, "identity": self.identity, "options": self.options, "settings": None}
             write_json(self.path / MANIFEST, {**fields, "generation": -1})
-        self.settings, self._generation = self._read(True)
+        self.settings, self._generation = self._read()
 
     def _check_options(self, stored: dict[str, Any]) -> None:
         """Raise if the folder's store was created with other options."""
@@ -347,29 +335,15 @@ def _copy_segments(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _find_owner(path: Path) -> LogFolder | None:
-    """Return the open folder of this process at a path, or None."""
-    for folder in list(_open_folders):
-        with contextlib.suppress(OSError):
-            if folder.close.alive and os.path.samestat(os.fstat(folder._descriptor), os.stat(path / "lock")):
-                return folder
-    return None
-
-
 def _in_use_error(path: Path) -> StorageError:
-    """Return the error for a folder that is locked, with the name of its owner."""
-    if (owner := _find_owner(path)) is not None:
-        return StorageError(
-            f"{path} is in use by this process, {os.getpid()}: by a buffer that thread {owner._thread_name!r} "
-            "opened; close that buffer first, or pass another storage_dir"
-        )
+    """Return the error for a folder that is locked, with the process that uses it."""
     process = ""
     with contextlib.suppress(OSError):
         process = (path / "lock").read_text(errors="replace")[:32]
-    return StorageError(
-        f"{path} is in use by another process, {process or 'of unknown id'}; close that buffer first, or pass another "
-        "storage_dir"
-    )
+    owner = f"another process, {process or 'of unknown id'}"
+    if process == str(os.getpid()):
+        owner = f"this process, {process}"
+    return StorageError(f"{path} is in use by {owner}; close that buffer first, or pass another storage_dir")
 
 
 def _open_lock_file(path: Path) -> int:
@@ -379,8 +353,7 @@ def _open_lock_file(path: Path) -> int:
             lock = _system.open_exclusive(path)
         except BlockingIOError:
             # A model is a reference cycle, so its buffer exists after `del model` until garbage is collected.
-            if _find_owner(path.parent) is not None:
-                gc.collect()
+            gc.collect()
             lock = _system.open_exclusive(path)
     except BlockingIOError:
         raise _in_use_error(path.parent) from None

@@ -55,8 +55,6 @@ from rl_ext_core.frames.log_write import finish_record, header_words, record_che
 # Results of ``replay_segment``.
 CLEAN, DAMAGED = range(2)
 
-_MOST_SKIPPED = 1 << 22  # records; a segment has fewer
-
 
 @atomic_kernel
 def drop_rows(state, position, stored):  # type: ignore[no-untyped-def]
@@ -284,22 +282,3 @@ def replay_segment(state, slot, n_words, expected, checked):  # type: ignore[no-
         at += size
     state[NEXT] = at
     return result
-
-
-@kernel
-def count_records(state, slot, n_words):  # type: ignore[no-untyped-def]
-    """Return the number of completed records, with those behind damage in a segment.
-
-    :param slot, n_words: As for :func:`replay_segment`, which has replayed this segment last.
-    """
-    start, n_records = slot << state[SEGMENT_SHIFT], state[RECORDS]
-    stop = start + n_words
-    if state[NEXT] < stop:  # a damaged record was complete if it has a size
-        n_records += int64(uint32s(address_at(state, state[NEXT]), 1)[0] != 0)
-    for at in range(state[NEXT], stop - RECORD_HEADER):
-        words = uint32s(address_at(state, at), RECORD_HEADER)
-        size, skipped = int64(words[0]) & SIZE_BITS, int64(words[2]) - n_records
-        if size >= RECORD_HEADER and at + size <= stop and 0 <= skipped <= _MOST_SKIPPED:  # noqa: SIM102
-            if record_checksum(state, at, words[0]) == words[1]:
-                n_records += skipped + 1
-    return n_records

@@ -101,21 +101,18 @@ class SegmentFile(NamedTuple):
     :ivar path: Path of the file.
     :ivar number: Number of the segment.
     :ivar n_words: Number of words, header included.
-    :ivar is_whole: Whether the file was not truncated.
     """
 
     path: Path
     number: int
     n_words: int
-    is_whole: bool = True
 
 
-def list_files(folder: Path, *, repair: bool = False, has_gaps: bool = False) -> list[SegmentFile]:
+def list_files(folder: Path, *, has_gaps: bool = False) -> list[SegmentFile]:
     """Read the headers of all segments in a folder, in order.
 
     A file whose header was not written yet is left out.
 
-    :param repair: Whether to leave out damaged files, and to use what is left of truncated ones.
     :param has_gaps: Whether files may be missing between others.
     :raises CorruptFileError: If a file is damaged or missing, or has another format.
     """
@@ -126,21 +123,15 @@ def list_files(folder: Path, *, repair: bool = False, has_gaps: bool = False) ->
         if len(header) < _HEADER.size or not any(header):
             continue
         magic, version, number, n_words = _HEADER.unpack(header)
-        if magic == _MAGIC and version != FORMAT and not repair:
+        if magic == _MAGIC and version != FORMAT:
             raise format_error(path, version, FORMAT)
         size = path.stat().st_size
-        is_right = magic == _MAGIC and version == FORMAT and number == int(path.stem) and n_words >= SEGMENT_HEADER
-        is_whole = size >= 4 * n_words + SLACK_BYTES
-        if repair:
-            n_words = min(n_words, (size - SLACK_BYTES) // 4)
-            if is_right and n_words >= SEGMENT_HEADER:
-                found.append(SegmentFile(path, number, n_words, is_whole))
-            continue
-        if not (is_right and is_whole):
+        is_right = magic == _MAGIC and number == int(path.stem) and n_words >= SEGMENT_HEADER
+        if not is_right or size < 4 * n_words + SLACK_BYTES:
             raise CorruptFileError(f"{path} is damaged: its header does not fit its name and its {size:,} bytes")
         found.append(SegmentFile(path, number, n_words))
     for before, after in itertools.pairwise(found):
-        if after.number != before.number + 1 and not (repair or has_gaps):
+        if after.number != before.number + 1 and not has_gaps:
             raise CorruptFileError(f"{before.path} is not followed by file {before.number + 1}, which is missing")
     return found
 

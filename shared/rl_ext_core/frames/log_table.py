@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from rl_ext_core.frames.log_patch import PADDING
 from rl_ext_core.frames.log_state import N_LOG
 from rl_ext_core.frames.memory import address_of
 from rl_ext_core.frames.shared_memory import MemoryFile
-from rl_ext_core.frames.store import Observation, StoredPart, _encode_frame, decode_batch, load_kernels
+from rl_ext_core.frames.store import Observation, StoredPart, decode_batch, load_kernels
 
 _COPY_BATCH = 64  # rows that are copied, or used to detect the layout
 _LAST_CHECK = 4096  # puts of rows after which the layout is not detected any more
@@ -174,7 +173,7 @@ class FrameTable:
             if encoder is None:
                 log.push(row=int(rows[place]))
             else:
-                log.push_encoded({0: partial(_encode_frame, encoder)}, row=int(rows[place]))
+                log.push_encoded({0: encoder.encode}, row=int(rows[place]))
         self._is_shuffled |= n_new > _MOST_NEW * len(rows)
 
     def clear(self, start: int = 0) -> None:
@@ -240,17 +239,16 @@ class FrameTable:
         if self.locations is not None:
             self.locations[rows] = self.log.locate(self._pairs[rows])
 
-    def recover(self, *, repair: bool = False) -> npt.NDArray[np.bool_]:
+    def recover(self) -> npt.NDArray[np.bool_]:
         """Read the rows that an earlier process left in the folder.
 
-        :param repair: Whether to skip damaged parts.
         :return: Which rows are found as they were written last, shape ``(n_rows,)``.
         :raises CorruptFileError: If a file is damaged.
         """
-        if not self.log.replay_all(repair=repair) and not repair:
+        if not self.log.replay_all():
             raise CorruptFileError(
-                f"{self._folder} is damaged: a record does not match its checksum or the others. Keep the intact "
-                "elements with FrameStorage.salvage(storage_dir)"
+                f"{self._folder} is damaged: a record does not match its checksum or the others. Restore the folder "
+                "from a copy, or pass another storage_dir"
             )
         found = np.flatnonzero(self._pairs)
         self._n_touched = int(found[-1]) + 1 if len(found) else 0

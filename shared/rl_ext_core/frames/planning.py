@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from rl_ext_core.resources import available_memory
 if TYPE_CHECKING:
     import gymnasium
 
-__all__ = ["MemoryWatch", "Plan", "PlanRow", "format_bytes", "parse_bytes", "plan"]
+__all__ = ["Plan", "PlanRow", "format_bytes", "parse_bytes", "plan", "warn_if_too_large"]
 
 _Array = npt.NDArray[Any]
 _Transitions = Iterator[tuple[_Array, _Array]]  # observations and next observations
@@ -84,13 +84,13 @@ def parse_bytes(text: str) -> int:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Memory and speed of one way to store transitions.
+    """Memory of one way to store transitions.
 
     :param name: Codec and its options, for people to read
     :param options: Options for ``Observation`` and the buffers; empty for Stable Baselines3's own buffers
     :param bytes_a_transition: Bytes per transition, with action, reward and flags; the geometric middle of an estimate
-    :param range: Lowest and highest bytes per transition. For an estimate, they are the smallest and the largest
-        recording. For a measurement, they are a 95 % interval. None for Stable Baselines3's own buffers.
+    :param range: Lowest and highest bytes per transition: those of the recordings of an estimate, or a 95 % interval of
+        a measurement. None for Stable Baselines3's own buffers.
     :param total_bytes: Bytes of all transitions
     :param times_less: Factor by which it takes less memory than Stable Baselines3's ``ReplayBuffer``
     :param lossy: Whether observations may change
@@ -107,24 +107,6 @@ class PlanRow:
     lossy: bool
     capacity: int | None
     fits: bool | None
-
-    def _cells(self, plan: Plan) -> dict[str, str]:
-        """Return the cells of this row in the table of a plan, by column."""
-        size, fits = format_bytes(self.bytes_a_transition), {None: "?", True: "yes", False: "NO"}[self.fits]
-        if self.range is not None:
-            low, high = self.range
-            size = f"{'' if plan.measured else '~'}{size} ({format_bytes(low)} to {format_bytes(high)})"
-            if plan.budget is not None and low * plan.size <= plan.budget < high * plan.size:
-                fits = "maybe"
-        return {
-            "": self.name,
-            "transition": size,
-            "total": format_bytes(self.total_bytes),
-            "fits": fits,
-            "capacity": "?" if self.capacity is None else f"{self.capacity:,}",
-            "less than SB3": f"{self.times_less:,.1f}x",
-            "exact": "no" if self.lossy else "yes",
-        }
 
 
 _TABLE_LEGEND = """
@@ -184,10 +166,22 @@ class Plan:
 
         :raises InvalidArgumentError: If there is no such row
         """
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise InvalidArgumentError(f"name={name!r} is not a row; expected one of {[row.name for row in self.rows]}")
+        rows = {row.name: row for row in self.rows}
+        if name not in rows:
+            raise InvalidArgumentError(f"name={name!r} is not a row; expected one of {[*rows]}")
+        return rows[name]
+
+    def _cells(self, row: PlanRow) -> tuple[str, ...]:
+        """Return the cells of a row of the table."""
+        size, fits = format_bytes(row.bytes_a_transition), {None: "?", True: "yes", False: "NO"}[row.fits]
+        if row.range is not None:
+            low, high = row.range
+            size = f"{'' if self.measured else '~'}{size} ({format_bytes(low)} to {format_bytes(high)})"
+            if self.budget is not None and low * self.size <= self.budget < high * self.size:
+                fits = "maybe"
+        capacity = "?" if row.capacity is None else f"{row.capacity:,}"
+        exact = "no" if row.lossy else "yes"
+        return row.name, size, format_bytes(row.total_bytes), fits, capacity, f"{row.times_less:,.1f}x", exact
 
     def __str__(self) -> str:
         free = "unknown" if self.free_bytes is None else format_bytes(self.free_bytes)
@@ -198,10 +192,10 @@ class Plan:
             f"free memory: {free}{'' if self.max_bytes is None else f'; max_bytes: {format_bytes(self.max_bytes)}'}",
             "",
         ]
-        cells = [row._cells(self) for row in self.rows]
-        columns = [[heading, *(line[heading] for line in cells)] for heading in cells[0]]
-        widths = [max(map(len, column)) for column in columns]
-        for name, *numbers in zip(*columns, strict=True):
+        headings = ("", "transition", "total", "fits", "capacity", "less than SB3", "exact")
+        table = [headings, *map(self._cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for name, *numbers in table:
             right = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
             lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
         return "\n".join(lines) + "\n" + _TABLE_LEGEND + (_MEASURED if self.measured else _ESTIMATED)
@@ -247,15 +241,14 @@ def plan(
     True
     """
     for name, value in {"size": size, "n_envs": n_envs, "steps": steps, "max_bytes": max_bytes}.items():
+        least = _LEAST_STEPS if name == "steps" else 1
         if value is None and name in ("steps", "max_bytes"):
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        if not isinstance(value, (int, np.integer)):
             raise InvalidTypeError(f"{name}={value!r} must be an integer; for example {name}=1_000_000")
-        least = _LEAST_STEPS if name == "steps" else 1
         if value < least:
             raise InvalidArgumentError(f"{name}={value} must be at least {least}")
-    given = None if shape is None else tuple(map(int, shape))
-    row_bytes = _ROW_BYTES
+    given, row_bytes = None if shape is None else tuple(map(int, shape)), _ROW_BYTES
     if env is not None:
         layout, given, source, row_bytes, sizes = _measure_env(env, given, n_stack, steps, seed)
     elif given is None:
@@ -263,24 +256,48 @@ def plan(
     else:
         layout, source = _guess_layout(given, dtype, n_stack), "the range of recordings of games and robots"
         sizes = [(options, _estimate_bytes(layout, options)) for options in _suitable_options(layout)]
-    head = Plan(
+    free, measured = available_memory(), env is not None
+    budget, plain_bytes, rows = free if max_bytes is None else max_bytes, 2 * layout.stack_bytes, []
+    # For each environment, a store also has the newest stacks and an open segment.
+    fixed = n_envs * (3 * layout.stack_bytes + 20 * layout.frame_bytes)
+    plain = {"SB3 ReplayBuffer": plain_bytes, "SB3 optimize_memory_usage": plain_bytes // 2}
+    for name, options, found in (
+        *((name, {}, (n_bytes,) * 3) for name, n_bytes in plain.items()),
+        *((_format_options(options), options, found) for options, found in sizes),
+    ):
+        low, middle, high = (n_bytes + row_bytes for n_bytes in found)
+        extra = fixed if options else 0
+        total = int(middle * size + extra)
+        rows.append(
+            PlanRow(
+                name=name,
+                options=dict(options),
+                bytes_a_transition=middle,
+                range=(low, high) if options else None,
+                total_bytes=total,
+                times_less=(plain_bytes + row_bytes) / middle,
+                lossy=bool(options.get("max_error")) or options.get("codec") == "jpeg",
+                capacity=None if budget is None else max(int((budget - extra) / middle), 0),
+                fits=None if budget is None else total <= budget,
+            )
+        )
+    return Plan(
         shape=given,
         dtype=str(layout.dtype),
         size=int(size),
         n_envs=int(n_envs),
         n_stack=int(layout.n_stack),
-        measured=env is not None,
+        measured=measured,
         source=source,
-        free_bytes=available_memory(),
+        free_bytes=free,
         max_bytes=None if max_bytes is None else int(max_bytes),
-        rows=(),
+        rows=tuple(rows),
     )
-    plain = {"SB3 ReplayBuffer": 2 * layout.stack_bytes, "SB3 optimize_memory_usage": layout.stack_bytes}
-    rows = [_make_row(head, layout, row_bytes, name, {}, (n_bytes,) * 3) for name, n_bytes in plain.items()]
-    for options, found in sizes:
-        name = ", ".join([options["codec"], *(f"{key}={value}" for key, value in options.items() if key != "codec")])
-        rows.append(_make_row(head, layout, row_bytes, name, options, found))
-    return replace(head, rows=tuple(rows))
+
+
+def _format_options(options: Mapping[str, Any]) -> str:
+    """Return the name of a row with these options."""
+    return ", ".join([options["codec"], *(f"{key}={value}" for key, value in options.items() if key != "codec")])
 
 
 def _suitable_options(layout: StackLayout, n_stack: int | None = None) -> list[dict[str, Any]]:
@@ -310,30 +327,6 @@ def _estimate_bytes(layout: StackLayout, options: Mapping[str, Any]) -> _Range:
     return low, middle, high
 
 
-def _make_row(
-    plan: Plan, layout: StackLayout, row_bytes: int, name: str, options: Mapping[str, Any], sizes: _Range
-) -> PlanRow:
-    """Build a row of a plan; empty options are Stable Baselines3's own buffers.
-
-    :param sizes: Lowest, probable and highest bytes of both observations.
-    """
-    low, middle, high = (size + row_bytes for size in sizes)
-    # For each environment, a store also has the newest stacks and an open segment.
-    fixed = plan.n_envs * (3 * layout.stack_bytes + 20 * layout.frame_bytes) if options else 0
-    total = int(middle * plan.size + fixed)
-    return PlanRow(
-        name=name,
-        options=dict(options),
-        bytes_a_transition=middle,
-        range=(low, high) if options else None,
-        total_bytes=total,
-        times_less=(2 * layout.stack_bytes + row_bytes) / middle,
-        lossy=bool(options.get("max_error")) or options.get("codec") == "jpeg",
-        capacity=None if plan.budget is None else max(int((plan.budget - fixed) / middle), 0),
-        fits=None if plan.budget is None else total <= plan.budget,
-    )
-
-
 def _measure_env(
     env: Any, shape: tuple[int, ...] | None, n_stack: int | None, steps: int | None, seed: int
 ) -> tuple[StackLayout, tuple[int, ...], str, int, list[tuple[dict[str, Any], _Range]]]:
@@ -357,26 +350,36 @@ def _measure_env(
                 "image"
             )
         source = getattr(getattr(env, "spec", None), "id", None) or type(env.unwrapped).__name__
-        times, axis = _find_stacking(tuple(space.shape), shape, n_stack, source)
+        frame, axis = tuple(space.shape), stacking_axes(tuple(space.shape))[0]
+        times = 1 if frame == shape else n_stack or 1
+        if shape is not None and n_stack is None and len(shape) == len(frame):
+            times = max(shape[axis] // frame[axis], 1)
+        stacked = (*frame[:axis], frame[axis] * times, *frame[axis + 1 :])
+        if shape not in (None, stacked):
+            raise InvalidArgumentError(
+                f"{source} has arrays of shape {frame}, which are neither observations of shape {shape} nor frames "
+                f"that stack to them; pass shape={frame}, or wrap the environment so that it returns the stored "
+                "observations"
+            )
         action = np.asarray(env.action_space.sample())
         row_bytes = _ROW_BYTES - 8 + action.size * (4 if action.dtype.kind == "f" else 8)
-        n_bytes = int(np.prod(space.shape)) * space.dtype.itemsize
+        n_bytes = int(np.prod(frame)) * space.dtype.itemsize
         steps = steps or max(min(_STEPS, _MOST_BYTES // n_bytes), _LEAST_STEPS)
         played = itertools.islice(_play_transitions(env, times, axis, seed), steps)
-        shape, layout, sizes = measure_transitions(played, steps, n_stack=times if times > 1 else n_stack)
-    return layout, shape, f"{source}, {steps} steps of a random policy", row_bytes, sizes
+        layout, sizes = measure_transitions(played, steps, n_stack=times if times > 1 else n_stack)
+    return layout, stacked, f"{source}, {steps} steps of a random policy", row_bytes, sizes
 
 
 def measure_transitions(
     transitions: _Transitions, steps: int, *, n_stack: int | None = None
-) -> tuple[tuple[int, ...], StackLayout, list[tuple[dict[str, Any], _Range]]]:
+) -> tuple[StackLayout, list[tuple[dict[str, Any], _Range]]]:
     """Measure the size of the observations of successive transitions of one environment, stored in each way.
 
     :param transitions: Observations and next observations.
     :param steps: Number of transitions.
     :param n_stack: Frames per observation; None to detect them.
-    :return: Shape of an observation, layout of stored ones, and options and sizes of each way. Sizes are the lowest,
-        probable and highest bytes per transition, a 95 % interval.
+    :return: Layout of stored observations, and options and sizes of each way. Sizes are the lowest, probable and
+        highest bytes per transition, a 95 % interval.
     """
     first, *_ = head = list(itertools.islice(transitions, 1))
     image = _channel_first(first[0])
@@ -393,11 +396,10 @@ def measure_transitions(
             sizes.append([store.nbytes for store in stores])
     parts = np.diff(np.array(sizes, dtype=np.float64), axis=0) / np.diff(edges)[:, None]
     errors, ranges = _ERROR_FACTOR * parts.std(axis=0, ddof=1) / np.sqrt(_PARTS), []
-    for mean, error in zip(
-        ((np.array(sizes[-1]) - sizes[0]) / (steps - edges[0])).tolist(), errors.tolist(), strict=True
-    ):
+    means = (np.array(sizes[-1]) - sizes[0]) / (steps - edges[0])
+    for mean, error in zip(means.tolist(), errors.tolist(), strict=True):
         ranges.append((mean / (1 + error / mean), mean, mean + error))
-    return first[0].shape, stores[0].layout, list(zip(option_sets, ranges, strict=True))
+    return stores[0].layout, list(zip(option_sets, ranges, strict=True))
 
 
 def _channel_first(image: _Array) -> _Array:
@@ -437,69 +439,21 @@ def _play_transitions(env: Any, n_stack: int, axis: int, seed: int) -> _Transiti
             after = stack(env.reset()[0])
 
 
-def _find_stacking(
-    frame: tuple[int, ...], shape: tuple[int, ...] | None, n_stack: int | None, source: str
-) -> tuple[int, int]:
-    """Return the number of arrays of an environment to stack, and the axis, for observations of ``shape``."""
-    if shape is None:
-        return n_stack or 1, stacking_axes(frame)[0]
-    if frame == shape:
-        return 1, 0
-    for axis in (len(shape) - 1, 0) if len(frame) == len(shape) else ():
-        times = shape[axis] // frame[axis]
-        if (*frame[:axis], frame[axis] * times, *frame[axis + 1 :]) == shape and n_stack in (None, times):
-            return times, axis
-    raise InvalidArgumentError(
-        f"{source} has arrays of shape {frame}, which are neither observations of shape {shape} nor frames that stack "
-        f"to them; pass shape={frame}, or wrap the environment so that it returns the stored observations"
+MEASURED_AFTER = 4096  # transitions per environment
+
+
+def warn_if_too_large(store: FrameStore) -> None:
+    """Warn if a store with ``MEASURED_AFTER`` transitions will probably not fit into memory when it is full."""
+    free = available_memory()
+    expected = store.nbytes * store.capacity // store.size
+    if free is None or expected <= free + store.nbytes:
+        return
+    layout = max((part.layout for part in store.parts.values()), key=lambda layout: layout.stack_bytes)
+    n_transitions = store.capacity * store.n_envs
+    warnings.warn(
+        f"{n_transitions:,} transitions of {layout.shape} {layout.dtype} will take {format_bytes(expected)} (measured "
+        f"so far), but only {format_bytes(free + store.nbytes)} are free; uncompressed they would take "
+        f"{format_bytes(2 * n_transitions * layout.stack_bytes)}. Pass a smaller buffer_size, max_bytes=, storage_dir= "
+        "or max_error=",
+        stacklevel=3,
     )
-
-
-class MemoryWatch:
-    """Check of a buffer's memory, which warns once if the full store will not fit.
-
-    :param store: Store of the buffer
-    :param other_bytes: Bytes that the buffer takes in addition to the frames
-    """
-
-    MEASURED_AFTER = 4096  # transitions per environment, after which the size is measured instead of estimated
-
-    def __init__(self, store: FrameStore, *, other_bytes: int = 0) -> None:
-        self._store, self._other_bytes, self._warned = store, other_bytes, False
-
-    def warn_if_too_large(self) -> None:
-        """Warn if the store will probably not fit, unless this was done before."""
-        store, free = self._store, available_memory()
-        if self._warned or free is None:
-            return
-        if store.size >= self.MEASURED_AFTER:
-            middle, how = store.nbytes * store.capacity // store.size, "measured so far"
-        else:
-            low, middle, high = map(sum, zip(*map(self._size_when_full, store.parts.values()), strict=True))
-            how = f"estimated range {format_bytes(low)} to {format_bytes(high)}"
-            middle += self._other_bytes
-        if middle > free + store.nbytes:
-            self._warned = True
-            warnings.warn(self._warning_text(free + store.nbytes, middle, how), stacklevel=3)
-
-    def _size_when_full(self, part: StoredPart) -> tuple[int, ...]:
-        """Return the lowest, probable and highest bytes of the observations of one key in the full store."""
-        layout, options = part.layout, part.options._asdict()
-        if layout.n_stack == 1:
-            layout = _guess_layout(layout.shape, layout.dtype, options["n_stack"])
-        sizes = _estimate_bytes(layout, options) if len(layout.shape) > 1 else (layout.frame_bytes,) * 3
-        return tuple(int(self._store.capacity * part.n_envs * size) for size in sizes)
-
-    def _warning_text(self, free: int, expected: float, how: str) -> str:
-        """Return the warning, with sizes and the command that measures them."""
-        layout = max((part.layout for part in self._store.parts.values()), key=lambda layout: layout.stack_bytes)
-        n_envs, n_transitions = self._store.n_envs, self._store.capacity * self._store.n_envs
-        plain = format_bytes(2 * n_transitions * layout.stack_bytes)
-        stack = f" --stack {layout.n_stack}" if layout.n_stack > 1 else ""
-        envs = f" --envs {n_envs}" if n_envs > 1 else ""
-        return (
-            f"{n_transitions:,} transitions of {layout.shape} {layout.dtype} will take {format_bytes(expected)} "
-            f"({how}), but only {format_bytes(free)} are free; uncompressed they would take {plain}. Pass a smaller "
-            "buffer_size, max_bytes=, storage_dir= or max_error=. To measure what each takes in your environment:\n"
-            f"    rl-ext plan --shape {','.join(map(str, layout.shape))} --size {n_transitions}{stack}{envs} --env ID"
-        )

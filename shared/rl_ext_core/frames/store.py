@@ -10,7 +10,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -384,11 +384,11 @@ class FrameStore:
         if self._folder is not None:
             log.is_in_place = self._folder.is_in_place
         if self.max_bytes is not None:
-            least = log.nbytes + 4 * _LEAST_SEGMENTS * log.record_words
+            least = log.nbytes + log.pairs.nbytes + log.rows.nbytes + 4 * _LEAST_SEGMENTS * log.record_words
             if self.max_bytes < least:
                 raise InvalidArgumentError(
-                    f"max_bytes={self.max_bytes:,} is too little for n_envs={self.n_envs} and these observations; pass "
-                    f"at least {least:,}"
+                    f"max_bytes={self.max_bytes:,} is too little for {self.capacity:,} x {self.n_envs} transitions, "
+                    f"whose index and data alone take {least:,}. Pass a smaller buffer_size, or a larger max_bytes"
                 )
             log.most_words = min(log.most_words, max(self.max_bytes // 4 // _SEGMENT_SHARE, log.record_words))
         return log
@@ -400,7 +400,7 @@ class FrameStore:
     def _new_encoders(self) -> dict[int, Callable[[Array], bytes]]:
         """Return functions that encode the frames of the present layouts, by column."""
         parts = enumerate(self.parts.values())
-        return {number: partial(_encode_frame, part.encoder) for number, part in parts if part.encoder is not None}
+        return {number: part.encoder.encode for number, part in parts if part.encoder is not None}
 
     def _open_folder(self, folder: LogFolder, *, resume: bool) -> None:
         """Create the log in an empty folder, or resume the one in it."""
@@ -416,8 +416,7 @@ class FrameStore:
             self._log.recover()
         except CorruptFileError as error:
             raise CorruptFileError(
-                f"{error}. Restore the folder from a copy, or keep what is intact by "
-                f"rl_ext_core.frames.salvage({str(folder.path)!r})"
+                f"{error}. Restore {str(folder.path)!r} from a copy, or pass another storage_dir"
             ) from error
         if self.size and not resume:
             raise InvalidArgumentError(
@@ -503,7 +502,7 @@ class FrameStore:
 
     # Adding
 
-    def append(self, observations: Any, next_observations: Any, data: Any = None, *, row: int | None = None) -> None:
+    def append(self, observations: Any, next_observations: Any, data: Any = None) -> None:
         """Store one transition of each environment. A full store overwrites the oldest one.
 
         An exception leaves the store as it was.
@@ -511,15 +510,13 @@ class FrameStore:
         :param observations: Shape ``(n_envs, *shape)``; for ``Dict`` observations, a dict of such arrays.
         :param next_observations: The same for the next observations.
         :param data: Data of the row: an array of dtype ``row_dtype`` with one element.
-        :param row: Row to write to, or None for the next one. An older one can be replaced in memory only.
-        :raises InvalidArgumentError: If a shape is wrong, or the row does not exist.
+        :raises InvalidArgumentError: If a shape is wrong.
         :raises InvalidTypeError: If a dtype cannot be converted without loss.
         :raises OutOfMemoryError: If there is not enough memory.
         :raises StorageError: If the disk is full.
         """
         with self.lock:
             log = self._log
-            place = -1 if row is None else self._check_row(row)
             if self._folder is not None:
                 self._folder.check_open()
             if (single := self._single) is not None:
@@ -532,9 +529,9 @@ class FrameStore:
                 self._check_data(data)
             address = 0 if data is None else address_of(data)
             if self._encoders:
-                log.push_encoded(self._encoders, data=address, row=place)
+                log.push_encoded(self._encoders, data=address)
             else:
-                log.push(data=address, row=place)
+                log.push(data=address)
             if self.max_bytes is not None:
                 self._enforce_max_bytes()
             self.seen += 1
@@ -552,17 +549,11 @@ class FrameStore:
             )
         self._data = data
 
-    def write_newest_data(self, data: Array | None = None) -> None:
-        """Replace the data of the newest row.
-
-        :param data: Data of the row, as for :meth:`append`; or None if the caller has changed it in :attr:`rows`.
-        """
+    def write_newest_data(self) -> None:
+        """Store the data of the newest row again, after the caller has changed it in :attr:`rows`."""
         with self.lock:
             if self._folder is not None:
                 self._folder.check_open()
-            if data is not None:
-                self._check_data(data)
-                self.rows[(self.position - 1) % self.capacity] = data.reshape(-1)[0]
             self._log.write_newest_data()
 
     def array(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
@@ -580,18 +571,6 @@ class FrameStore:
     def array_names(self) -> set[str]:
         """Names of the arrays in ``storage_dir``."""
         return set() if self._folder is None else self._folder.array_names
-
-    def _check_row(self, row: int) -> int:
-        """Return the row, or -1 for the next one; raise if it cannot be written."""
-        if not 0 <= row < self.capacity:
-            raise InvalidArgumentError(f"row={row}: there are rows 0 to {self.capacity - 1}. Nothing was stored")
-        if row == self.position:
-            return -1
-        if self._folder is not None:
-            raise InvalidArgumentError(
-                f"row={row}: with storage_dir, transitions are stored one after the other; expected row {self.position}"
-            )
-        return index(row)
 
     def _set_dict_inputs(self, observations: Any, next_observations: Any) -> list[Array]:
         """Set the inputs of the log for ``Dict`` observations; return arrays that must live until it has read them."""
@@ -896,11 +875,6 @@ def _decode_opaque(
             view[sample, :, place] = frame.reshape(layout.pixels, -1)
 
 
-def _encode_frame(encoder: JpegCodec, frame: Array) -> bytes:
-    """Encode a frame, which is given as bytes."""
-    return bytes(encoder.encode(frame.data))
-
-
 def _close_stores() -> None:
     """Close all stores that are open, at exit."""
     for store in list(_open_stores):
@@ -909,86 +883,3 @@ def _close_stores() -> None:
 
 
 atexit.register(_close_stores)
-
-
-class SalvageReport(NamedTuple):
-    """Transitions that :func:`salvage` kept and lost, per environment.
-
-    :ivar kept: Transitions that are intact.
-    :ivar lost: Transitions that were complete and are deleted.
-
-    >>> from rl_ext_core.frames import salvage
-    >>> salvage("run1")  # doctest: +SKIP
-    SalvageReport(kept=498, lost=14)
-    """
-
-    kept: int
-    lost: int
-
-
-def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
-    """Repair a damaged ``storage_dir``: keep the longest run of intact transitions, and delete the others.
-
-    If in doubt, copy the folder first.
-
-    :param storage_dir: Folder of a store.
-    :return: Number of kept and lost transitions per environment.
-    :raises InvalidArgumentError: If the folder contains no store.
-    :raises CorruptFileError: If ``store.json`` cannot be read.
-    :raises StorageError: If another process uses the folder.
-    """
-    folder = LogFolder(storage_dir, None)
-    try:
-        if folder.settings is None:
-            raise InvalidArgumentError(f"storage_dir={os.fspath(storage_dir)!r} does not contain a store")
-        options = folder.options
-        parts = [
-            StoredPart(key, Observation(tuple(shape), *rest), options["n_envs"])
-            for key, shape, *rest in options["observations"]
-        ]
-        for part, settings in zip(parts, folder.settings["parts"], strict=True):
-            part.restore(settings)
-        columns = [part.column for part in parts]
-        report = _keep_longest_part(folder.segments(), options, columns)
-    finally:
-        folder.close()
-    _logger.warning("%s: transitions per environment: kept %d, deleted %d", folder.path, *report)
-    return report
-
-
-def _keep_longest_part(path: Path, options: dict[str, Any], columns: list[Column]) -> SalvageReport:
-    """Delete all segments except those of the longest run of intact transitions."""
-    from rl_ext_core.frames.log import FrameLog
-    from rl_ext_core.frames.log_recover import DAMAGED
-    from rl_ext_core.frames.log_segment import list_files
-
-    files = list_files(path, repair=True)
-
-    def replay(first: int, stop: int) -> tuple[FrameLog, int]:
-        """Replay files from ``first`` on; return the log, and the end of the run."""
-        sizes = options["capacity"], options["n_envs"]
-        log = FrameLog(*sizes, columns, row_bytes=options["row_bytes"], folder=path)
-        for at in range(first, stop):
-            if at > first and files[at].number != files[at - 1].number + 1:
-                return log, at
-            if log.replay(files[at]) == DAMAGED or not files[at].is_whole:
-                # Its first records are intact, or it continues records that are not.
-                return log, at + 1 if log.ends_in(files[at].number) or at == first else at
-        return log, stop
-
-    best, most, stop, n_records, lost = (0, 0), 0, 0, 0, 0
-    while stop < len(files):
-        first = stop
-        log, stop = replay(first, len(files))
-        n_records = max(n_records, log.count_records())
-        if (n := log.count_newest()) >= most:
-            best, most, lost = (first, stop), n, log.stored - n - log.n_records
-    kept = {file.path for file in files[best[0] : best[1]]}
-    for found in path.glob("*.log"):
-        if found not in kept:
-            found.unlink()
-    log, _ = replay(*best)
-    log.end_here()
-    log.drop(log.position, most)
-    log.close()
-    return SalvageReport(most, min(n_records + lost, options["capacity"]))

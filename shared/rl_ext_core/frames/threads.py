@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import threading
+import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 from rl_ext_core._system import after_fork
 
 _PART = 16  # items per call; few, so that a thread that loses its core delays the batch by one part only
-
-# Maximum number of threads, and their executor, which has not started any yet.
-_executor: tuple[int, ThreadPoolExecutor] = 0, ThreadPoolExecutor(1)
-_executor_lock = threading.Lock()
+_executor: ThreadPoolExecutor | None = None
 
 
-def _reset_threads() -> None:
-    """Replace the thread pool after a fork."""
-    global _executor, _executor_lock
-    _executor, _executor_lock = (0, ThreadPoolExecutor(1)), threading.Lock()
-
-
-after_fork(_reset_threads)  # threads do not survive a fork
-
-
-def _submit(work: Callable[[], None], times: int) -> list[Future[None]]:
-    """Call ``work`` in several threads. The thread pool grows to the largest number ever requested."""
+def _drop_executor() -> None:
+    """Drop the thread pool after a fork, because threads do not survive a fork."""
     global _executor
-    with _executor_lock:
-        size, pool = _executor
-        if times > size:
-            pool.shutdown(wait=False)  # its threads end after their last task
-            _executor = times, (pool := ThreadPoolExecutor(times, thread_name_prefix="rl-ext-frames"))
-        return [pool.submit(work) for _ in range(times)]
+    _executor = None
+
+
+after_fork(_drop_executor)
 
 
 def run_in_threads(work: Callable[[int, int], None], n_items: int, *, num_threads: int) -> None:
@@ -45,6 +31,7 @@ def run_in_threads(work: Callable[[int, int], None], n_items: int, *, num_thread
     :param n_items: Number of items.
     :param num_threads: Maximum number of threads.
     """
+    global _executor
     helpers = min(num_threads, n_items // (2 * _PART)) - 1
     if helpers < 1:
         work(0, n_items)
@@ -56,7 +43,9 @@ def run_in_threads(work: Callable[[int, int], None], n_items: int, *, num_thread
         while (start := next(parts) * _PART) < n_items:
             work(start, min(start + _PART, n_items))
 
-    futures = _submit(process_parts, helpers)
+    if _executor is None:  # it starts a thread only if none of its threads is idle
+        _executor = ThreadPoolExecutor(max(os.cpu_count() or 1, num_threads), thread_name_prefix="rl-ext-frames")
+    futures = [_executor.submit(process_parts) for _ in range(helpers)]
     try:
         process_parts()
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rl_ext_core.frames import FrameStore, Observation, StackLayout
-from rl_ext_core.testing import ReferenceStore
+from tests.core.frames.transitions import ReferenceStore
 
 LAYOUT = StackLayout((3, 9, 8), np.dtype(np.uint8), 3, 0)
 N_ENVS = 2

@@ -19,8 +19,8 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames import StackLayout
 from rl_ext_core.frames.gpu_decode import GpuDecoder
 from rl_ext_core.frames.store import FrameStore, Observation
-from rl_ext_core.testing import CONTENTS, LAYOUTS, make_transitions
 from tests.core.frames.disk_helpers import append_all
+from tests.core.frames.transitions import CONTENTS, LAYOUTS, make_transitions
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton: pip install triton, or scripts/make_jax_venv.sh", allow_module_level=True)

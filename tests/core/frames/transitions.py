@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +13,11 @@ from rl_ext_core.frames.layout import StackLayout
 _SPECIAL = (np.nan, -np.nan, -0.0, 0.0, np.inf, -np.inf)
 _CHANGES = 3  # bytes that change from one sparse frame to the next
 
-#: Kinds of frames. ``"sparse"`` changes a few bytes per frame, and ``"still"`` repeats most frames. ``"special"`` has
-#: NaN, infinities and zeros of both signs. ``"mixed"`` draws one of the others for each frame.
+# Kinds of frames. "sparse" changes a few bytes per frame, and "still" repeats most frames. "special" has NaN,
+# infinities and zeros of both signs. "mixed" draws one of the others for each frame.
 CONTENTS = ("sparse", "noise", "still", "constant", "zeros", "full", "special", "mixed")
 
-#: Layouts to test: channel-first and channel-last, gray and RGB, images and vectors, frames of 4 to 67,600 bytes.
+# Layouts to test: channel-first and channel-last, gray and RGB, images and vectors, frames of 4 to 67,600 bytes.
 LAYOUTS = (
     StackLayout((4, 12, 11), np.dtype(np.uint8), 4, 0),
     StackLayout((12, 11, 4), np.dtype(np.uint8), 4, 2),
@@ -33,18 +34,7 @@ LAYOUTS = (
 
 
 class ReferenceStore:
-    """Uncompressed ring of transitions, which other stores are compared with.
-
-    :param capacity: Transitions per environment
-    :param n_envs: Number of environments
-    :param layout: Layout of an observation; only its shape and dtype are used
-
-    >>> import numpy as np
-    >>> from rl_ext_core.frames import StackLayout
-    >>> from rl_ext_core.testing import ReferenceStore
-    >>> ReferenceStore(10, 1, StackLayout((4, 8, 8), np.uint8, n_stack=4, axis=0)).size
-    0
-    """
+    """Uncompressed ring of transitions, which other stores are compared with."""
 
     def __init__(self, capacity: int, n_envs: int, layout: StackLayout) -> None:
         self.capacity, self.n_envs, self.layout = capacity, n_envs, layout
@@ -59,11 +49,7 @@ class ReferenceStore:
         self.observations[:], self.next_observations[:] = 0, 0
 
     def append(self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]) -> None:
-        """Store one transition of each environment; it overwrites the oldest if the ring is full.
-
-        :param observations: ``(n_envs, *shape)``, of the layout's dtype
-        :param next_observations: the same for the next observations
-        """
+        """Store one transition of each environment; it overwrites the oldest if the ring is full."""
         self.observations[self.position] = observations
         self.next_observations[self.position] = next_observations
         self.position = (self.position + 1) % self.capacity
@@ -94,12 +80,6 @@ def make_transitions(
     :param odd: Share of observations, 0 to 1, that do not follow from the previous ones, as after another ``learn()``
     :param transposed: Share of channel-first batches, 0 to 1, that are views of channel-last memory
     :param seed: Seed of the random generator
-    :return: Pairs of observations and next observations, each of shape ``(n_envs, *layout.shape)``
-
-    >>> from rl_ext_core.testing import LAYOUTS, make_transitions
-    >>> observations, next_observations = next(make_transitions(LAYOUTS[0], n_envs=2))
-    >>> observations.shape
-    (2, 4, 12, 11)
     """
     rng = np.random.default_rng(seed)
     envs = [_Stacker(layout, contents, rng) for _ in range(n_envs)]
@@ -171,3 +151,20 @@ class _Stacker:
         elif contents in ("zeros", "full", "constant"):
             bytes_there[:] = {"zeros": 0, "full": 255, "constant": 7}[contents]
         return frame
+
+
+def check_contents(store: Any, reference: ReferenceStore, case: str = "the store") -> None:
+    """Check that a store equals a reference store bit for bit, rows that were never written included."""
+    assert store.size == reference.size, case
+    rows = np.repeat(np.arange(reference.capacity), reference.n_envs)
+    envs = np.tile(np.arange(reference.n_envs), reference.capacity)
+    expected = reference.observations[rows, envs], reference.next_observations[rows, envs]
+    # With two fill values, an output byte that is not written differs from the expected one at least once.
+    for num_threads, fill in ((1, 0x00), (2, 0xA5)):
+        outs = [np.empty((len(rows), *reference.layout.shape), dtype=reference.layout.dtype) for _ in range(2)]
+        for out in outs:
+            out.reshape(-1).view(np.uint8)[:] = fill
+        store.get(rows, envs, *outs, num_threads=num_threads)
+        for out, right in zip(outs, expected, strict=True):
+            sides = [part.reshape(len(rows), -1).view(np.uint8) for part in (out, right)]
+            np.testing.assert_array_equal(*sides, err_msg=f"{case}, num_threads={num_threads}")
