@@ -1,6 +1,6 @@
 """Recorded environments of a VecEnv, which :class:`~sb3_ext.ResumeCallback` saves and restores.
 
-Both classes have the same methods: one for environments in this process, the other for those in workers.
+A pool records the environments in its workers. :class:`EnvironmentsHere` has the same methods for this process.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, Repetition
 from rl_ext_core.recording.layers import LayerState, layer_states, record_construction, restore_layers
+from rl_ext_core.vector.pool import Pool
 from sb3_ext.vec_env import PoolVecEnv
 
-__all__ = ["EnvironmentsHere", "EnvironmentsInWorkers", "recorded_environments"]
+__all__ = ["EnvironmentsHere", "recorded_environments"]
 
 
 _init = DummyVecEnv.__init__
@@ -50,11 +51,11 @@ class EnvironmentsHere:
             if was_reset:
                 recorder.assume_seeded_reset()
 
-    def logs(self) -> list[EpisodeLog | None]:
+    def episode_logs(self) -> list[EpisodeLog | None]:
         """Return the log of each environment's episode; None where there is none."""
         return [env.episode_log() for env in self._envs]  # type: ignore[attr-defined]
 
-    def repeat(self, index: int, log: EpisodeLog) -> Repetition:
+    def repeat_episode(self, index: int, log: EpisodeLog) -> Repetition:
         """Repeat the episode of an environment."""
         repetition: Repetition = self._envs[index].repeat(log)  # type: ignore[attr-defined]
         self._vec_env._save_obs(index, repetition.observation)
@@ -69,24 +70,7 @@ class EnvironmentsHere:
         return restore_layers(self._envs[index], states)
 
 
-class EnvironmentsInWorkers:
-    """Environments of a worker pool, which records their episodes. The methods are those of :class:`EnvironmentsHere`.
-
-    :raises InvalidArgumentError: If the pool was created with ``recorder=False``.
-    """
-
-    def __init__(self, vec_env: PoolVecEnv) -> None:
-        if not vec_env._pool.records_episodes:
-            raise InvalidArgumentError(
-                f"{type(vec_env).__name__} does not record its episodes: expected recorder=True. Use "
-                "SharedMemoryVecEnv(env_fns, recorder=True)"
-            )
-        pool = vec_env._pool
-        self.logs, self.repeat = pool.episode_logs, pool.repeat_episode
-        self.layer_states, self.restore_layers = pool.layer_states, pool.restore_layers
-
-
-def recorded_environments(vec_env: VecEnv, *, was_reset: bool = False) -> EnvironmentsHere | EnvironmentsInWorkers:
+def recorded_environments(vec_env: VecEnv, *, was_reset: bool = False) -> EnvironmentsHere | Pool:
     """Return the recorded environments inside a VecEnv and its wrappers.
 
     :param was_reset: whether the environments were reset, and not stepped since
@@ -94,8 +78,13 @@ def recorded_environments(vec_env: VecEnv, *, was_reset: bool = False) -> Enviro
     :raises InvalidArgumentError: If the VecEnv was created with ``recorder=False``.
     """
     base = vec_env.unwrapped
+    if isinstance(base, PoolVecEnv) and base._pool.records_episodes:
+        return base._pool
     if isinstance(base, PoolVecEnv):
-        return EnvironmentsInWorkers(base)
+        raise InvalidArgumentError(
+            f"{type(base).__name__} does not record its episodes: expected recorder=True. Use "
+            "SharedMemoryVecEnv(env_fns, recorder=True)"
+        )
     if isinstance(base, DummyVecEnv):
         return EnvironmentsHere(base, was_reset=was_reset)
     raise InvalidTypeError(

@@ -416,7 +416,7 @@ def _repeat_episodes(environments: Any, logs: list[EpisodeLog | None]) -> list[s
             problems.append(f"Environment {index} has no record of its episode")
             continue
         try:
-            if environments.repeat(index, log).first_difference is not None:
+            if environments.repeat_episode(index, log).first_difference is not None:
                 problems.append(f"Environment {index} is not deterministic, or its episode depends on earlier ones")
         except Exception as error:  # the environment's code may raise anything
             problems.append(f"Environment {index} raised {error!r} when its episode was repeated")
@@ -586,7 +586,7 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
         "callbacks": [_state_of(each, model) for each in callbacks],
         "layers": [_state_of(each, vec_env) for each in _layers(vec_env)],
         "environments": environments.layer_states(),
-        "logs": environments.logs(),
+        "logs": environments.episode_logs(),
         "storage": _storage_state(model),
         "run": _runs[model],
     }

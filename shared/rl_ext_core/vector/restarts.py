@@ -11,10 +11,10 @@ import numpy as np
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes.report import ExceptionRecord
-from rl_ext_core.recording.memory_layout import TRUNCATED
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import WorkerHandle
+from rl_ext_core.vector.memory_layout import TRUNCATED
 from rl_ext_core.vector.worker import StepEntry
 
 __all__ = ["Restarts"]

@@ -15,9 +15,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, _combined_error_class
-from rl_ext_core.recording.memory_layout import OTHER_REWARD, TERMINATED, TRUNCATED
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.environments import PoolOptions, qualified_name, store_reward
+from rl_ext_core.vector.memory_layout import OTHER_REWARD, TERMINATED, TRUNCATED
 from rl_ext_core.vector.pool import Pool
 
 __all__ = ["SharedMemoryVectorEnv"]
