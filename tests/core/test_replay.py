@@ -445,6 +445,7 @@ def test_log_of_a_capsule_is_plain_data(failing: Any, tmp_path: Path, monkeypatc
     np.testing.assert_equal(found.log.calls, log.calls)
     with zipfile.ZipFile(path) as archive:
         about = json.loads(archive.read("capsule.json"))
+        assert about["executable code"] == ["environment.pickle"]
         assert about["variables"]["OMP_NUM_THREADS"] == "1"
         assert b"secret" not in b"".join(map(archive.read, archive.namelist()))
     log.calls.append(("call", ("set_task", (RecordedFailure("", ""),), {})))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import connection, util
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 
 from rl_ext_core import _system
@@ -77,20 +78,21 @@ class Watch:
     @defer_signals
     def __init__(
         self,
-        processes: Sequence[Worker],
+        processes: Sequence[BaseProcess],
         *,
         on_failure: Callable[[], None] | None = None,
         label: str = "worker",
         idle_in: Sequence[str] = ("/multiprocessing/connection.py",),
     ) -> None:
         self.failure: Failure | None = None
+        self._workers: list[Worker] = []
         for process in processes:
             if not isinstance(process, Worker) or process.popen is None:
                 raise InvalidTypeError(
                     f"{process!r} is not a started worker of this package: expected rl_ext_core.processes' own. Use "
                     "process = rl_ext_core.processes.get_context().Process(target=...), and process.start()"
                 )
-        self._workers = list(processes)
+            self._workers.append(process)
         self._on_failure, self._label, self._idle_in = on_failure, label, tuple(idle_in)
         self._current_operation: _Operation | None = None
         self.is_closing = self._killing = self._stopping = False

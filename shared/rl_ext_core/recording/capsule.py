@@ -229,9 +229,10 @@ def write_capsule(
         "versions": current_versions(getattr(factory, "preload", ())),
         "variables": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
     }
-    entries: dict[str, Any] = {_ABOUT: json.dumps(about, indent=2), _LOG: packed}
+    code: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # an object in the factory, whose code may raise anything
-        entries |= {} if factory is None else {_FACTORY: _pickle.dumps(factory)}
+        code = {} if factory is None else {_FACTORY: _pickle.dumps(factory)}
+    entries = {_ABOUT: json.dumps({**about, "executable code": [*code]}, indent=2), _LOG: packed, **code}
     name = f"crash-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{environment}"
     temporary = folder / f".{name}.{os.getpid()}.tmp"
     try:
@@ -247,7 +248,8 @@ def write_capsule(
     except OSError as error:
         raise StorageError(f'{where!r} cannot be written: {error}. Pass another folder: recorder="crashes"') from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     return path
 
 
@@ -284,6 +286,7 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
             raise CorruptFileError(
                 f"{str(path)!r} has format {found}; expected {_FORMAT}. Use the version of rl-ext that wrote it"
             )
+        del about["executable code"]
         log = EpisodeLog(*_PlainUnpickler(io.BytesIO(packed)).load())
         return Capsule(RecordedFailure(**about.pop("failure")), log=log, factory_pickle=factory_pickle, **about)
     except CorruptFileError:
