@@ -109,10 +109,10 @@ def read_values(attributes: dict[str, Any], links: Iterable[Any] = ()) -> dict[s
     :param attributes: values by name
     :param links: objects that are not read, because they have a state of their own or none
     """
-    return _read(attributes, links)[0]
+    return _walk(attributes, links)[0]
 
 
-def _read(attributes: dict[str, Any], links: Iterable[Any]) -> tuple[dict[str, Value], dict[str, Any]]:
+def _walk(attributes: dict[str, Any], links: Iterable[Any]) -> tuple[dict[str, Value], dict[str, Any]]:
     """Return copies of the values in attributes, and the objects themselves, by path."""
     seen = {id(link) for link in links}
     values: dict[str, Value] = {}
@@ -124,7 +124,7 @@ def _read(attributes: dict[str, Any], links: Iterable[Any]) -> tuple[dict[str, V
             return
         present[path] = value
         try:
-            kind, content = _describe(value)
+            kind, content = _classify(value)
         except Exception:  # its code may raise anything
             kind, content = "unknown", None
         if is_fixed and kind in ("plain", "enum") and not isinstance(value, _FILLED):
@@ -149,7 +149,7 @@ def _read(attributes: dict[str, Any], links: Iterable[Any]) -> tuple[dict[str, V
     return values, present
 
 
-def _describe(value: Any) -> tuple[str, Any]:
+def _classify(value: Any) -> tuple[str, Any]:
     """Return the kind and the content of a value."""
     cls, torch = type(value), sys.modules.get("torch")
     if isinstance(value, enum.Enum):
@@ -286,7 +286,7 @@ def write_values(
     names, links = {value.key for value in saved.values() if not value.parent}, list(links)
 
     def read() -> tuple[dict[str, Value], dict[str, Any]]:
-        return _read({name: value for name, value in _instance_attributes(owner).items() if name in names}, links)
+        return _walk({name: value for name, value in _instance_attributes(owner).items() if name in names}, links)
 
     (values, present), expected = read(), digests_of(saved)
     present[""] = owner

@@ -356,11 +356,6 @@ class Pool:
         """Whether the episodes are recorded."""
         return self._log_memory is not None
 
-    @property
-    def last_observations(self) -> list[Any]:
-        """Shared arrays of the last observations, (num_envs, ...) each."""
-        return self._observations
-
     def layer_states(self) -> list[list[LayerState]]:
         """Return the state of the wrappers of each environment, see :mod:`rl_ext_core.recording.layers`."""
         return self.call(range(len(self.worker_by_env)), "layer_states", None)

@@ -113,7 +113,7 @@ class Restarts:
                 last = pool.layout.build_observation([array[index].copy() for array in self.last_observations])
             entries.append((dict(error), None if delays_reset else {**info, **error}, None, last))
         if delays_reset:
-            for array, before in zip(pool.last_observations, self.last_observations, strict=True):
+            for array, before in zip(pool._observations, self.last_observations, strict=True):
                 array[rows] = before[rows]
         pool.has_unread_answers, worker.answer = False, entries
         return entries
