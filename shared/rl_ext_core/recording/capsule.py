@@ -147,7 +147,7 @@ def record_crash(recorder: bool | str | os.PathLike[str], **contents: Any) -> st
     :param recorder: folder of the capsules; True for the working directory
     :param contents: arguments of :func:`write_capsule`
     """
-    folder = Path(CRASH_FOLDER if isinstance(recorder, bool) else recorder)
+    folder = CRASH_FOLDER if isinstance(recorder, bool) else recorder
     try:
         return f"The episode is recorded. To repeat the failure, run: rl-ext replay {write_capsule(folder, **contents)}"
     except Exception as error:  # factories and arguments have code of the user
@@ -184,7 +184,7 @@ def record_exception(
 
 
 def write_capsule(
-    folder: Path,
+    folder: str | os.PathLike[str],
     *,
     factory: Any,
     log: EpisodeLog,
@@ -204,7 +204,8 @@ def write_capsule(
     :raises StorageError: If the folder already contains :data:`MAX_CAPSULES`, or cannot be written.
     :raises InvalidArgumentError: If the log contains other objects than plain values and arrays.
     """
-    where, packed = os.path.abspath(folder), pickle_value((log.generators, log.settings, log.calls, log.checksums))
+    folder, where = Path(folder), os.path.abspath(folder)
+    packed = pickle_value((log.generators, log.settings, log.calls, log.checksums))
     if len(list(folder.glob("crash-*.rlx"))) >= MAX_CAPSULES:
         raise StorageError(
             f"{where!r} contains {MAX_CAPSULES} files crash-*.rlx. Delete some of them, or use another folder: "
