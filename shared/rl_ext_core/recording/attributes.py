@@ -156,23 +156,27 @@ def _classify(value: Any) -> tuple[str, Any]:
         return "enum", value.name
     if cls is np.ndarray and value.nbytes > _MAX_BYTES and not value.dtype.hasobject:
         return "unsaved", zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-    has_parts = bool(_parts_of(value))
-    with contextlib.suppress(RecursionError):
-        if not (cls in _DICTS and has_parts) and _is_plain(dict(value) if cls in _DICTS else value, [_MAX_PARTS]):
-            return "plain", copy.deepcopy(dict(value) if cls in _DICTS else value)
+    if not (cls in _DICTS and _parts_of(value)):
+        with contextlib.suppress(RecursionError):
+            plain = dict(value) if cls in _DICTS else value
+            if _is_plain(plain, [_MAX_PARTS]):
+                return "plain", copy.deepcopy(plain)
     if isinstance(value, _GENERATORS):
         state = state_of_generator(value)
         return ("opaque" if state is None else "generator"), state
     if torch is not None and isinstance(value, torch.Generator):
         return "generator", value.get_state().numpy()
     if torch is not None and isinstance(value, torch.Tensor):
-        is_large = value.numel() * value.element_size() > _MAX_BYTES
-        return ("unknown", None) if is_large else ("plain", value.detach().cpu().clone())
+        if value.numel() * value.element_size() > _MAX_BYTES:
+            return "unknown", None
+        content = value.detach().cpu().clone()
+        _canonical(content)  # raises if it has no plain memory, as sparse tensors
+        return "plain", content
     if isinstance(value, (type, functools.partial, *_FUNCTIONS)):
         return "unsaved", _checksum_of(_type_name(value))
     if isinstance(value, io.IOBase):
         return "unsaved", value.tell() if value.readable() else 0  # other files are output, not state
-    if has_parts:
+    if _parts_of(value):
         return "container", (_type_name(value), len(value) if cls in (list, tuple) else None)
     if isinstance(value, np.memmap) or (_keeps_state_in_attributes(cls) and not hasattr(cls, "__array__")):
         return "opaque", None
