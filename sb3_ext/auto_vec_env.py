@@ -103,31 +103,23 @@ def make_vec_env(
     wrappers: list[Any] = [functools.partial(wrapper_class, **(wrapper_kwargs or {}))] if wrapper_class else []
     parallel = hasattr(env_id, "possible_agents") and is_parallel_env(env_id)
     if parallel or vectorization_mode is not None or _is_vectorized(env_id):
-        single_env_options = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
-        single_env_options |= {"devices": devices, "probe_timeout": probe_timeout, "start_index": start_index or None}
         isolation_fits = isolation == "auto" or (parallel and isolation == "in-process")
-        single_env_options |= {"recorder": recorder}
-        single_env_options |= {"cwd": cwd, "isolation": None if isolation_fits else isolation}
+        refused: dict[str, Any] = {
+            **{"monitor_dir": monitor_dir, "monitor_kwargs": monitor_kwargs, "vec_env_cls": vec_env_cls, "cwd": cwd},
+            **{"devices": devices, "probe_timeout": probe_timeout, "start_index": start_index or None},
+            **{"recorder": recorder, "isolation": None if isolation_fits else isolation},
+        }
         if parallel or vectorization_mode is None:
-            single_env_options |= {
-                "env_kwargs": env_kwargs,
-                "wrapper_class": wrapper_class,
-                "wrapper_kwargs": wrapper_kwargs,
-            }
+            refused |= {"env_kwargs": env_kwargs, "wrapper_class": wrapper_class, "wrapper_kwargs": wrapper_kwargs}
         if parallel:
-            single_env_options["vectorization_mode"] = vectorization_mode
-        for name, value in single_env_options.items():
+            refused |= {"vectorization_mode": vectorization_mode, "vec_env_kwargs": vec_env_kwargs or None}
+        for name, value in refused.items():
             if value is not None:
                 raise InvalidArgumentError(
                     f"{name}={value!r} is for single environments, but env_id is vectorized already. Leave it out, and "
                     "wrap the sub-environments before, or the result: VecMonitor(make_vec_env(env), filename=...)"
                 )
         if parallel:
-            if vec_env_kwargs:
-                raise InvalidArgumentError(
-                    f"vec_env_kwargs={vec_env_kwargs!r} is not supported with a parallel environment of PettingZoo, "
-                    "whose agents are all in this process. Leave it out"
-                )
             vec_env: VecEnv = MultiAgentVecEnv([as_factory(env_id)] * count)
             report = "All agents are in this process, played by one policy."
         else:

@@ -10,8 +10,8 @@ import numpy as np
 
 from rl_ext_core._values import copy_output
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.recording.memory_layout import MemoryLayout
 from rl_ext_core.vector.environments import check_env_fns, make_factories
+from rl_ext_core.vector.memory_layout import MemoryLayout
 from sb3_ext.vec_env import CheckedVecEnv, Indices
 
 __all__ = ["MultiAgentVecEnv", "is_parallel_env"]

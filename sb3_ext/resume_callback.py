@@ -20,7 +20,7 @@ import uuid
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -34,19 +34,29 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.save_util import is_json_serializable
 from stable_baselines3.common.utils import check_for_correct_spaces, get_device
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvWrapper
 
 from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.log_folder import copy_folder, restore_folder
-from rl_ext_core.recording import EpisodeLog
+from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, Repetition
 from rl_ext_core.recording.generators import global_states, restore_global_states
-from rl_ext_core.recording.layers import LayerState, layer_state, record_layer, restore_layer, unsaved_attributes
+from rl_ext_core.recording.layers import (
+    LayerState,
+    layer_state,
+    layer_states,
+    record_construction,
+    record_layer,
+    restore_layer,
+    restore_layers,
+    unsaved_attributes,
+)
 from rl_ext_core.resources import NO_SPACE, check_folder, write_problem
 from rl_ext_core.vector.environments import check_count
-from sb3_ext._recorded_environments import recorded_environments
+from rl_ext_core.vector.pool import Pool
 from sb3_ext.replay_buffers import CompressedReplayBuffer
+from sb3_ext.vec_env import PoolVecEnv
 
 __all__ = ["ResumeCallback", "resume"]
 
@@ -147,7 +157,7 @@ class ResumeCallback(BaseCallback):
                 f"sb3_ext.resume({str(self.folder)!r}, env) and learn(..., reset_num_timesteps=False), or use a new "
                 "folder"
             )
-        recorded_environments(self.training_env, was_reset=model.num_timesteps == 0)
+        _recorded_environments(self.training_env, was_reset=model.num_timesteps == 0)
         _lock_folder(self)
         self._next_save = (model.num_timesteps // self.every + 1) * self.every
 
@@ -179,7 +189,7 @@ class ResumeCallback(BaseCallback):
             self._next_save = (model.num_timesteps // self.every + 1) * self.every
             callbacks = self._callbacks()
             if not self._warned:
-                _warn_of_unsaved_attributes(callbacks, model, recorded_environments(self.training_env))
+                _warn_of_unsaved_attributes(callbacks, model, _recorded_environments(self.training_env))
                 self._warned = True
             try:
                 _write_save(self.folder, model, callbacks)
@@ -237,7 +247,7 @@ def resume(
     load_line = f"{state['class'].__name__}.load({str(save / _MODEL)!r}, env=env)"
     names = [type(layer).__name__ for layer in _layers(vec_env)]
     _check_descriptions("env has the wrappers", names, [layer.description for layer in state["layers"]], load_line)
-    environments = recorded_environments(vec_env)
+    environments = _recorded_environments(vec_env)
     for index, states in enumerate(zip(environments.layer_states(), state["environments"], strict=True)):
         found, expected = ([layer.description for layer in layers] for layers in states)
         _check_descriptions(f"environment {index} is", found, expected, load_line)
@@ -331,6 +341,80 @@ def _forget_locks_in_child() -> None:
 _system.after_fork(_forget_locks_in_child)
 
 
+_init = DummyVecEnv.__init__
+
+
+@functools.wraps(_init)
+def _init_and_record(self: DummyVecEnv, env_fns: list[Callable[[], gymnasium.Env[Any, Any]]]) -> None:
+    """Record how the environments are after construction, because ResumeCallback sees them after their first reset."""
+    _init(self, env_fns)
+    for env in self.envs:
+        record_construction(env)
+
+
+DummyVecEnv.__init__ = _init_and_record  # type: ignore[method-assign]
+
+
+class _EnvironmentsHere:
+    """Environments of a ``DummyVecEnv``, with the methods by which a pool records those in workers.
+
+    A recorder is added to each environment that has none.
+
+    :param vec_env: the innermost VecEnv
+    :param was_reset: whether the environments were reset, and not stepped since
+    """
+
+    def __init__(self, vec_env: DummyVecEnv, *, was_reset: bool) -> None:
+        self._vec_env, self._envs = vec_env, vec_env.envs
+        for index, env in enumerate(vec_env.envs):
+            if isinstance(env, EpisodeRecorder):
+                continue
+            vec_env.envs[index] = recorder = EpisodeRecorder(env)
+            if was_reset:
+                recorder.assume_seeded_reset()
+
+    def episode_logs(self) -> list[EpisodeLog | None]:
+        """Return the log of each environment's episode; None where there is none."""
+        return [env.episode_log() for env in self._envs]  # type: ignore[attr-defined]
+
+    def repeat_episode(self, index: int, log: EpisodeLog) -> Repetition:
+        """Repeat the episode of an environment."""
+        repetition: Repetition = self._envs[index].repeat(log)  # type: ignore[attr-defined]
+        self._vec_env._save_obs(index, repetition.observation)
+        return repetition
+
+    def layer_states(self) -> list[list[LayerState]]:
+        """Return the state of the wrappers of each environment."""
+        return list(map(layer_states, self._envs))
+
+    def restore_layers(self, index: int, states: list[LayerState]) -> list[str]:
+        """Set the state of the wrappers of an environment; return sentences on what is not restored."""
+        return restore_layers(self._envs[index], states)
+
+
+def _recorded_environments(vec_env: VecEnv, *, was_reset: bool = False) -> _EnvironmentsHere | Pool:
+    """Return the recorded environments inside a VecEnv and its wrappers.
+
+    :param was_reset: whether the environments were reset, and not stepped since
+    :raises InvalidTypeError: If the episodes of this kind of VecEnv cannot be recorded.
+    :raises InvalidArgumentError: If the VecEnv was created with ``recorder=False``.
+    """
+    base = vec_env.unwrapped
+    if isinstance(base, PoolVecEnv) and base._pool.records_episodes:
+        return base._pool
+    if isinstance(base, PoolVecEnv):
+        raise InvalidArgumentError(
+            f"{type(base).__name__} does not record its episodes: expected recorder=True. Use "
+            "SharedMemoryVecEnv(env_fns, recorder=True)"
+        )
+    if isinstance(base, DummyVecEnv):
+        return _EnvironmentsHere(base, was_reset=was_reset)
+    raise InvalidTypeError(
+        f"ResumeCallback cannot record the environments of {type(base).__name__}: expected a DummyVecEnv or a "
+        "SharedMemoryVecEnv. Use sb3_ext.make_vec_env(env_id, n_envs=4), or SharedMemoryVecEnv(env_fns)"
+    )
+
+
 class _RunPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickler that stores classes and functions of the script by name, and the layout of arrays."""
 
@@ -416,7 +500,7 @@ def _repeat_episodes(environments: Any, logs: list[EpisodeLog | None]) -> list[s
             problems.append(f"Environment {index} has no record of its episode")
             continue
         try:
-            if environments.repeat(index, log).first_difference is not None:
+            if environments.repeat_episode(index, log).first_difference is not None:
                 problems.append(f"Environment {index} is not deterministic, or its episode depends on earlier ones")
         except Exception as error:  # the environment's code may raise anything
             problems.append(f"Environment {index} raised {error!r} when its episode was repeated")
@@ -572,7 +656,7 @@ def _on_device(value: Any, device: th.device) -> Any:
 def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
     """Return the state of a run, except what SB3 saves in files."""
     vec_env = model.get_env()
-    environments = recorded_environments(vec_env)
+    environments = _recorded_environments(vec_env)
     return {
         "class": type(model),
         "objects": _objects_of(model),
@@ -586,7 +670,7 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
         "callbacks": [_state_of(each, model) for each in callbacks],
         "layers": [_state_of(each, vec_env) for each in _layers(vec_env)],
         "environments": environments.layer_states(),
-        "logs": environments.logs(),
+        "logs": environments.episode_logs(),
         "storage": _storage_state(model),
         "run": _runs[model],
     }

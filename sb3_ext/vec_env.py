@@ -13,8 +13,8 @@ import numpy as np
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.recording.memory_layout import ENDED, OTHER_REWARD, TRUNCATED
 from rl_ext_core.vector.environments import PoolOptions, qualified_name, store_reward
+from rl_ext_core.vector.memory_layout import ENDED, OTHER_REWARD, TRUNCATED
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.ray_pool import RayPool
 

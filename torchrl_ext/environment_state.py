@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torchrl.envs import Compose, EnvBase, SerialEnv
+from torchrl.envs import Compose, EnvBase
 from torchrl.envs.batched_envs import BatchedEnvBase
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
@@ -25,7 +25,7 @@ from torchrl_ext.parallel.worker_env import TensorDictEnv, find_gymnasium_env, s
 
 __all__ = ["EnvironmentState"]
 
-_FORMAT = "torchrl_ext environments 5"
+_FORMAT = "torchrl_ext environments 6"
 _NAMES = ("log", "layers", "transforms", "generators")  # of the state of each environment
 
 
@@ -42,7 +42,7 @@ class EnvironmentState:
 
     :param source: a ``Collector`` (also called ``SyncDataCollector``), or an environment. Its innermost environments
         must be recorded: a :class:`ParallelEnv` of gymnasium environments, or
-        ``GymWrapper(EpisodeRecorder(gymnasium.make(id)))``, also in a ``SerialEnv``. All may have transforms
+        ``GymWrapper(EpisodeRecorder(gymnasium.make(id)))``. All may have transforms
     :raises InvalidTypeError: If it is something else, or is not recorded.
 
     Source: https://github.com/pytorch/rl/pull/4230
@@ -71,30 +71,31 @@ class EnvironmentState:
         self._pool = base._pool if isinstance(base, ParallelEnv) else None
         # Workers that step gymnasium environments call only functions of the core: they have not imported TorchRL.
         self._needs_torchrl = self._pool is None or not base._plan.is_gymnasium
-        if not isinstance(base, BatchedEnvBase):
-            self._describe()
-        elif not isinstance(base, SerialEnv) and not (self._pool is not None and base._plan.records_episodes):
+        is_recorded = not isinstance(base, BatchedEnvBase) if self._pool is None else base._plan.records_episodes
+        if not is_recorded:
             raise InvalidTypeError(
                 f"the episodes of {type(base).__name__} are not recorded: expected torchrl_ext.ParallelEnv with "
-                "recorder=True, or SerialEnv. Use torchrl_ext.ParallelEnv(num_workers, env)"
+                "recorder=True. Use torchrl_ext.ParallelEnv(num_workers, env)"
             )
+        if self._pool is None:
+            self._describe()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as one tensor of bytes, in a dict.
 
         :raises InvalidTypeError: If an environment is not recorded.
-        :raises InvalidArgumentError: If the environments of a batch have not been reset, or are closed.
+        :raises InvalidArgumentError: If the environments of a ParallelEnv have not been reset, or are closed.
         """
-        if isinstance(self._base, BatchedEnvBase) and self._base.is_closed:
+        if self._pool is not None and self._pool.closed:
             raise InvalidArgumentError(
-                f"the environments of {type(self._base).__name__} are closed, or were not reset: expected environments "
-                "in an episode. Call env.reset() first"
+                "the environments of ParallelEnv are closed, or were not reset: expected environments in an episode. "
+                "Call env.reset() first"
             )
         layout, collector, count = self._layout(), self._collector, len(self._describe())
         generators: list[Any] = [None] * count
         if self._pool is None:
-            recorders = self._apply(find_gymnasium_env)
-            logs, layers = [one.episode_log() for one in recorders], list(map(layer_states, recorders))
+            recorder = find_gymnasium_env(self._base)
+            logs, layers = [recorder.episode_log()], [layer_states(recorder)]
         else:
             logs, layers = self._run("episode_logs"), self._run("layer_states")
             generators = self._apply(global_states)
@@ -106,7 +107,6 @@ class EnvironmentState:
             "format": _FORMAT,
             "layout": layout,
             "episodes": [dict(zip(_NAMES, row, strict=True)) for row in rows],
-            "buffers": self._base.shared_tensordict_parent.clone() if self._has_buffers else None,
             "transforms": _transform_states(self._env),
             "collector": None if collector is None else (collector.state_dict(), collector._carrier),
         }
@@ -131,7 +131,7 @@ class EnvironmentState:
                 raise ValueError(f"format {state['format']!r}; expected {_FORMAT!r}")
         except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, EOFError, pickle.PickleError) as error:
             raise CorruptFileError(f"state_dict is not that of an EnvironmentState ({error}). Save it again") from error
-        if isinstance(self._base, BatchedEnvBase) and self._base.is_closed:
+        if self._pool is not None and self._pool.closed:
             self._base.start()
         for (part, expected), (_, found) in zip(state["layout"].items(), self._layout().items(), strict=False):
             if found != expected:
@@ -152,8 +152,6 @@ class EnvironmentState:
         problems = [_load_transforms(self._env, state["transforms"])]
         if self._needs_torchrl:
             problems += self._apply(_load_transforms, [episode["transforms"] for episode in state["episodes"]])
-        if self._has_buffers:  # transforms in the workers read entries of the last step
-            self._base.shared_tensordict_parent.update_(state["buffers"])
         for problem in filter(None, problems):
             raise InvalidArgumentError(problem)
 
@@ -162,8 +160,7 @@ class EnvironmentState:
     def _apply(self, function: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
         """Call a function with each environment, where it is, and with an entry of each list of arguments."""
         if self._pool is None:
-            members = self._base._envs if isinstance(self._base, SerialEnv) else [self._base]
-            return list(map(function, members, *arguments))
+            return list(map(function, [self._base], *arguments))
         rows = zip(*arguments, strict=True) if arguments else [()] * self._base.num_workers
         return self._pool.call_each("apply", [(function, *row) for row in rows])
 
@@ -192,9 +189,7 @@ class EnvironmentState:
 
     def _layout(self) -> dict[str, str]:
         """Return descriptions of the parts that must be the same when the state is loaded."""
-        base, kind = self._base, "a single environment"
-        if isinstance(base, BatchedEnvBase):
-            kind = f"{'SerialEnv' if self._pool is None else 'ParallelEnv'}({base.num_workers}, ...)"
+        kind = "a single environment" if self._pool is None else f"ParallelEnv({self._base.num_workers}, ...)"
         return {
             "the source": "an environment" if self._collector is None else type(self._collector).__name__,
             "the environment without transforms": kind,
@@ -202,17 +197,12 @@ class EnvironmentState:
             **{f"environment {index}": text for index, text in enumerate(self._describe())},
         }
 
-    @property
-    def _has_buffers(self) -> bool:
-        """Whether the environments write to TensorDicts that their batch shares."""
-        return isinstance(self._base, SerialEnv) and bool(self._base._use_buffers)
-
     def _restore_episode(self, number: int, state: dict[str, Any]) -> None:
         """Repeat the episode of an environment, and restore the attributes of its wrappers."""
         problem, log = "has no complete record of its episode", state["log"]
         if log is not None and not log.is_interrupted:
             if self._pool is None:
-                recorder = self._apply(find_gymnasium_env)[number]
+                recorder = find_gymnasium_env(self._base)
                 repetition, sentences = recorder.repeat(log), restore_layers(recorder, state["layers"])
             else:
                 repetition = self._run("repeat_episode", number, log)

@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from rl_ext_core.errors import InvalidArgumentError, StorageError
 from rl_ext_core.recording import EpisodeRecorder
 from rl_ext_core.recording.capsule import read_capsule
-from rl_ext_core.recording.replay import play
+from rl_ext_core.vector.replay import play
 from sb3_ext import AutoVecEnv, make_vec_env
 
 

@@ -334,7 +334,7 @@ class Batch(Counting):
         (
             {"env_id": Race(), "isolation": "auto", "vec_env_kwargs": {"n_workers": 2}},
             InvalidArgumentError,
-            "vec_env_kwargs=.*is not supported with a parallel environment",
+            "vec_env_kwargs=.* is for single environments",
         ),
     ],
 )

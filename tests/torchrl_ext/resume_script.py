@@ -18,7 +18,7 @@ import torch
 from tensordict.nn import TensorDictSequential
 from torchrl.collectors import Collector
 from torchrl.data import Categorical, LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import CatFrames, Compose, EnvBase, RewardSum, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import CatFrames, Compose, EnvBase, RewardSum, StepCounter, TransformedEnv
 from torchrl.modules import MLP, EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
@@ -42,7 +42,6 @@ def make_unrecorded() -> EnvBase:
 
 ENVIRONMENTS: dict[str, Any] = {
     "single": make_env,
-    "serial": lambda: SerialEnv(2, make_env),
     "parallel": lambda: ParallelEnv(2, make_unrecorded),
 }
 

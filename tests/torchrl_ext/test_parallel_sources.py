@@ -237,9 +237,8 @@ def test_create_env_kwargs_are_arguments_of_each_worker() -> None:
     env = ParallelEnv(2, make_well, create_env_kwargs={"depth": 1.0}, overrides=[{}, {"depth": 2.0}])
     assert observed_depths(env) == [1.0, 2.0]
     env.close()
-    env.update_kwargs([{"depth": 4.0}, {}])
-    assert observed_depths(env) == [4.0, 2.0]
-    env.close()
+    with pytest.raises(InvalidArgumentError, match=r"'depth': 4.0.* cannot be set later: .*create_env_kwargs="):
+        env.update_kwargs({"depth": 4.0})
     with pytest.raises(InvalidArgumentError, match="create_env_kwargs has length 3 for num_workers=2"):
         ParallelEnv(2, make_well, create_env_kwargs=[{}] * 3)
 

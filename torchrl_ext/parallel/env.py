@@ -228,8 +228,9 @@ class ParallelEnv(EnvBase):
             options["reset_mask"] = rows.numpy()
             given = tensordict.select(*self._leaves.keys, *self.reset_keys, strict=False).to("cpu")
             for number in rows.nonzero().view(-1).tolist() if not given.is_empty() else ():
-                items = given[number].contiguous().items(True, True)  # which are pickled faster than TensorDicts
-                each[number] = {**each[number], TENSORDICT: [*items]}
+                # Arrays are pickled faster than TensorDicts, and are plain data in records of crashes.
+                items = [(key, value.numpy(force=True)) for key, value in given[number].items(True, True)]
+                each[number] = {**each[number], TENSORDICT: items}
         observations, infos = self._pool.reset(options=options)
         return self._read(self._trees[0], observations, infos)
 
@@ -289,22 +290,17 @@ class ParallelEnv(EnvBase):
         """Factory of each worker's environment."""
         return list(self._plan.factories)
 
-    def update_kwargs(self, kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Update the arguments of the environments, from the next start on.
-
-        :param kwargs: arguments for all workers, or a list with those of each
-        """
-        self._plan.update_kwargs(kwargs)
-
-    def configure_parallel(self, **options: Any) -> NoReturn:
-        """Raise an error, because options of the workers are fixed.
+    def configure_parallel(self, *args: Any, **options: Any) -> NoReturn:
+        """Raise an error, because options of the workers and arguments of the environments are fixed.
 
         :raises InvalidArgumentError: Always.
         """
         raise InvalidArgumentError(
-            f"configure_parallel({', '.join(options)}) is not supported: expected all options in the constructor. Use "
-            f"ParallelEnv({self.num_workers}, create_env_fn, ...)"
+            f"{options or args} cannot be set later: expected all options and arguments in the constructor. Use "
+            f"ParallelEnv({self.num_workers}, create_env_fn, create_env_kwargs=...)"
         )
+
+    update_kwargs = configure_parallel
 
     def to(self, device: Any) -> ParallelEnv:
         """Return outputs on another device from now on. Seeded environments are seeded again, as in TorchRL's class."""

@@ -113,13 +113,6 @@ class WorkerPlan:
             last, preload = functools.partial(adapt_unless_plain, adapt=unwrapped), ()
         self.factories = [factories[index].then(last, preload=preload) for index in range(num_workers)]
 
-    def update_kwargs(self, kwargs: Any) -> None:
-        """Update the arguments of the environments, for all workers or per worker."""
-        count, each = len(self.factories), _per_worker(kwargs, len(self.factories))
-        rows = enumerate(zip(self.factories, each, strict=True))
-        self.factories = [factory.for_workers(count, overrides=[own] * count)[index] for index, (factory, own) in rows]
-        _refuse_wrapper_options(self.factories)
-
     def _convert(self, item: Any, found: Any, unwrap: bool, verify: bool) -> EnvFactory[Any]:
         """Return the factory of an environment, or of the gymnasium environment in it."""
         options: dict[str, Any] = {"verify": verify, "start_method": self.start_method}

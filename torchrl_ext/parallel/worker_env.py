@@ -69,7 +69,7 @@ class TensorDictEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         if seed is not None:
             options["seed"] = seed
         if (entries := options.pop(TENSORDICT, None)) is not None:
-            options["tensordict"] = self._new().update(dict(entries))
+            options["tensordict"] = self._new().update({key: torch.from_numpy(value) for key, value in entries})
         self._root = self.environment.reset(**options).copy()
         self._found = dict(self._zeros)  # without the last reward
         return self._read(self._root)

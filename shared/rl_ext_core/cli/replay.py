@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rl_ext_core.recording.capsule import Capsule
-    from rl_ext_core.recording.replay import ReplayResult
+    from rl_ext_core.vector.replay import ReplayResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     :return: Exit status
     :raises RlExtError: If the capsule cannot be read, the environment cannot be built, or a file cannot be written
     """
-    from rl_ext_core.recording import replay
     from rl_ext_core.recording.capsule import read_capsule
+    from rl_ext_core.vector import replay
 
     console, path = new_console(), Path(arguments.capsule)
     if arguments.actions is not None and Path(arguments.actions).suffix != ".npz":
@@ -52,12 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
     capsule = read_capsule(path)
     _print_capsule(capsule, path, console)
-    if arguments.actions is not None and capsule.log_pickle is None:
+    if arguments.actions is not None:
         _write_actions(capsule, arguments.actions, console)
     _require_consent(capsule, arguments, console)
     sys.stdout.flush()
-    if arguments.actions is not None and capsule.log_pickle is not None:
-        _write_actions(capsule, arguments.actions, console)
     return _print_result(capsule, replay.play(capsule, arguments.env), console)
 
 
@@ -65,7 +63,7 @@ def _write_actions(capsule: Capsule, name: str, console: Console) -> None:
     """Write the actions of a capsule's episode to a file, and print what it does not contain."""
     from rl_ext_core.recording.capsule import write_actions
 
-    others = write_actions(Path(name), capsule.load_log())
+    others = write_actions(Path(name), capsule.log)
     _print(console, f"{name}: seeds and actions of {capsule.step:,} steps")
     if others:
         _print(console, f"  it does not contain {', '.join(others)}")
@@ -105,15 +103,10 @@ def _require_consent(capsule: Capsule, arguments: argparse.Namespace, console: C
             f"{arguments.capsule!r} has no factory, because {capsule.source or 'it'} could not be pickled; expected "
             "--env. Use --env module:function"
         )
-    code = []
-    if arguments.env is None:
-        code.append(f"the pickled code of the factory {capsule.source}")
-    if capsule.log_pickle is not None:
-        code.append("pickled objects of the log")
-    if not code:
+    if arguments.env is not None:
         _print(console, f"executes --env {arguments.env} in a process of its own")
         return
-    _print(console, f"executes {' and '.join(code)} in a process of its own")
+    _print(console, f"executes the pickled code of the factory {capsule.source} in a process of its own")
     if arguments.yes:
         return
     if not (sys.stdin is not None and sys.stdin.isatty()):

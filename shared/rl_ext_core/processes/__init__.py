@@ -9,7 +9,7 @@ reason and ends the others. The parent gets one :class:`~rl_ext_core.errors.Work
 from rl_ext_core.processes.context import get_context
 from rl_ext_core.processes.failures import Failure
 from rl_ext_core.processes.watch import Watch
-from rl_ext_core.processes.worker import import_main, on_abnormal_exit, set_status
+from rl_ext_core.processes.worker import import_main, on_abnormal_exit
 
 __all__ = [
     "Failure",
@@ -17,5 +17,4 @@ __all__ = [
     "get_context",
     "import_main",
     "on_abnormal_exit",
-    "set_status",
 ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from textwrap import indent
 from typing import Any
@@ -66,12 +66,11 @@ class Failure:
     traceback: str = ""
     exception: BaseException | None = None
     exitcode: int | None = None
-    notes: Mapping[str, Any] = field(default_factory=dict)
 
     def to_error(self) -> WorkerError:
         """Return the exception to raise. Raise it ``from`` :attr:`exception`."""
         text = self.summary + ("\n" + indent(self.traceback.rstrip("\n"), "    ") if self.traceback else "")
-        names = ("worker", "kind", "phase", "exitcode", "traceback", "notes")
+        names = ("worker", "kind", "phase", "exitcode", "traceback")
         return WorkerError(text, **{name: getattr(self, name) for name in names})
 
 
@@ -140,14 +139,10 @@ class FailedWorker:
         return self._make_failure("timeout", f"did not answer within {seconds:g} s", rest, _WORKER_FRAME.sub("", stack))
 
     def _make_failure(self, kind: str, what: str, rest: str, traceback: str, **more: Any) -> Failure:
-        """Create the failure, whose summary contains worker, seed, status and phase."""
-        notes = self.report.notes
-        phase = notes.get("phase") or self.phase
-        details = ", ".join(f"{name} {value}" for name, value in notes.items() if name != "phase" and value is not None)
-        subject = f"{self.label} {self.worker} of {self.count}" + (f" ({details})" if details else "")
-        when = f" in {phase}" if phase and kind != "start" else ""
-        summary = f"{subject} {what}{when}{rest}"
-        return Failure(self.worker, kind, phase, summary, what, rest, traceback, notes=notes, **more)
+        """Create the failure, whose summary contains worker and phase."""
+        when = f" in {self.phase}" if self.phase and kind != "start" else ""
+        summary = f"{self.label} {self.worker} of {self.count} {what}{when}{rest}"
+        return Failure(self.worker, kind, self.phase, summary, what, rest, traceback, **more)
 
 
 def require_same_process(owner: int) -> None:

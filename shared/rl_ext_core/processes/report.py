@@ -1,4 +1,4 @@
-"""Report of a worker to its parent: progress, status, stacks, and the final exception.
+"""Report of a worker to its parent: progress, stacks, and the final exception.
 
 The report is an anonymous file in memory that both processes share. Unlike a pipe, it never blocks the writer, and it
 can be read several times, also after the worker's death. The first page is overwritten in place. After it, faulthandler
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import json
 import mmap
 import os
 import pickle
@@ -26,18 +25,15 @@ from typing import Any
 from rl_ext_core._system import new_memory_file, read_at
 
 PAGE = 4096
-# Offsets in the page. The first four are single bytes, which a killed process cannot leave half-written: the progress,
-# whether the worker has exit callbacks, was asked to end, and has reported an exception. Notes end with a zero byte.
-_PROGRESS, _NEEDS_CLOSE, _END_REQUESTED, _RAISED, _NOTES = range(5)
-_NOTES_LIMIT = PAGE - _NOTES - 1
+# Offsets in the page of single bytes, which a killed process cannot leave half-written: the progress, whether the
+# worker has exit callbacks, was asked to end, and has reported an exception.
+_PROGRESS, _NEEDS_CLOSE, _END_REQUESTED, _RAISED = range(4)
 _MARK = b"\0report\0"
 _TEXT_LIMIT = 100_000
 _PICKLE_LIMIT = 1_000_000
 _SUMMARY_LIMIT = 300
-_CAUSES_LIMIT = 10
 # Tracebacks of workers start in these files. The frames of the user's code follow.
 _WORKER_FILES = ("/multiprocessing/process.py", "/processes/context.py", "/processes/worker.py")
-_encode = json.JSONEncoder(default=repr).encode
 
 
 class RemoteTracebackError(Exception):
@@ -62,15 +58,14 @@ class ExceptionRecord:
 
     :ivar summary: ``repr`` of the exception, shortened
     :ivar traceback: traceback in the worker
-    :ivar pickled: pickles of the exception, its cause, the cause's cause, and so on, because pickle drops causes. None
-        for each one that cannot be pickled
+    :ivar pickled: pickle of the exception, without its cause; None if it cannot be pickled
     :ivar time: monotonic time of the report, in seconds
     :ivar is_exit: whether it is a SystemExit
     """
 
     summary: str
     traceback: str
-    pickled: list[bytes | None]
+    pickled: bytes | None
     time: float
     is_exit: bool
 
@@ -83,23 +78,16 @@ class ExceptionRecord:
         ):
             where = where.tb_next
         text = _shorten("".join(traceback.format_exception(type(error), error, where)), _TEXT_LIMIT)
-        causes: list[BaseException] = []
-        cause: BaseException | None = error
-        while cause is not None and len(causes) < _CAUSES_LIMIT:
-            causes.append(cause)
-            cause = cause.__cause__
-        return cls(
-            _summarize(error), text, [*map(_pickle_exception, causes)], time.monotonic(), isinstance(error, SystemExit)
-        )
+        is_exit = isinstance(error, SystemExit)
+        return cls(_summarize(error), text, _pickle_exception(error), time.monotonic(), is_exit)
 
     def unpickle(self) -> BaseException | None:
         """Unpickle the exception; return None if that fails or would import a module."""
-        found = None
-        for packed in reversed(self.pickled):
-            cause, found = found, _unpickle_exception(packed)
-            if found is not None:
-                found.__cause__ = cause
-        return found
+        try:
+            found = _LoadedModulesUnpickler(io.BytesIO(self.pickled or b"")).load()
+        except Exception:  # the exception's own code may raise anything
+            return None
+        return found if isinstance(found, BaseException) else None
 
     def to_exception(self) -> Exception:
         """Return an exception to raise in the parent, whose cause shows the worker's traceback.
@@ -137,13 +125,6 @@ class WorkerReport:
     def has_raised(self) -> bool:
         """Whether the worker has reported an exception, after which it ends."""
         return bool(self._page[_RAISED])
-
-    @property
-    def notes(self) -> dict[str, Any]:
-        """Status values that the worker has set. Read them only while it does not write."""
-        text = self._page[_NOTES:].partition(b"\0")[0]
-        found: dict[str, Any] = json.loads(text) if text else {}
-        return found
 
     @property
     def exception_record(self) -> ExceptionRecord | None:
@@ -197,19 +178,6 @@ class ReportWriter:
         """Record that this worker has exit callbacks."""
         self._page[_NEEDS_CLOSE] = 1
 
-    def write_notes(self, notes: dict[str, Any]) -> None:
-        """Replace the status notes.
-
-        :param notes: values for JSON; others are replaced by their ``repr``. If they do not fit, there are none
-        """
-        data = _encode(notes).encode()
-        if len(data) > _NOTES_LIMIT:
-            data = b"{}"
-        # The first byte is zero while the rest is replaced, so that a killed worker leaves no half-written notes.
-        self._page[_NOTES] = 0
-        self._page[_NOTES + 1 : _NOTES + len(data) + 1] = data[1:] + b"\0"
-        self._page[_NOTES] = data[0]
-
     def write_exception(self, error: BaseException) -> bool:
         """Report an exception that ends this worker; return whether it was written."""
         try:
@@ -246,15 +214,6 @@ def _pickle_exception(error: BaseException) -> bytes | None:
             packed: bytes = importlib.import_module(module).dumps(error)
             return packed if len(packed) <= _PICKLE_LIMIT else None
     return None
-
-
-def _unpickle_exception(packed: bytes | None) -> BaseException | None:
-    """Unpickle an exception without importing modules; return None if that fails."""
-    try:
-        found = _LoadedModulesUnpickler(io.BytesIO(packed or b"")).load()
-    except Exception:  # the exception's own code may raise anything
-        return None
-    return found if isinstance(found, BaseException) else None
 
 
 class _LoadedModulesUnpickler(pickle.Unpickler):

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from rl_ext_core import _system
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
+from rl_ext_core.errors import InvalidTypeError, WorkerError
 from rl_ext_core.processes.context import Worker, kill_workers
 from rl_ext_core.processes.failures import FailedWorker, Failure, is_idle
 from rl_ext_core.processes.process_groups import kill_group
@@ -60,8 +60,7 @@ class Watch:
     :param label: name of a worker in error messages
     :param idle_in: parts of a stack frame, such as file or function, in which a worker waits for a command. Workers in
         such a frame do not hang
-    :raises InvalidTypeError: If a process is not a worker of this package.
-    :raises InvalidArgumentError: If a process has not started.
+    :raises InvalidTypeError: If a process is not a started worker of this package.
 
     :ivar failure: first failure; None if there is none
     :ivar is_closing: whether the workers are expected to end
@@ -86,7 +85,14 @@ class Watch:
         idle_in: Sequence[str] = ("/multiprocessing/connection.py",),
     ) -> None:
         self.failure: Failure | None = None
-        self._workers = [_require_started_worker(process) for process in processes]
+        self._workers: list[Worker] = []
+        for process in processes:
+            if not isinstance(process, Worker) or process.popen is None:
+                raise InvalidTypeError(
+                    f"{process!r} is not a started worker of this package: expected rl_ext_core.processes' own. Use "
+                    "process = rl_ext_core.processes.get_context().Process(target=...), and process.start()"
+                )
+            self._workers.append(process)
         self._on_failure, self._label, self._idle_in = on_failure, label, tuple(idle_in)
         self._current_operation: _Operation | None = None
         self.is_closing = self._killing = self._stopping = False
@@ -296,18 +302,6 @@ class _Operation:
                 watch._raise_if_failed(error)
         finally:
             watch._current_operation = None
-
-
-def _require_started_worker(process: BaseProcess) -> Worker:
-    """Return a process, or raise if it is not a started :class:`Worker`."""
-    if not isinstance(process, Worker):
-        raise InvalidTypeError(
-            f"{process!r} does not report; expected a worker of this package. Use "
-            "rl_ext_core.processes.get_context().Process(target=...)"
-        )
-    if process.popen is None:
-        raise InvalidArgumentError(f"{process!r} has not started; call its start() before Watch(...)")
-    return process
 
 
 def _rank(worker: Worker) -> tuple[int, float]:

@@ -29,7 +29,6 @@ __all__ = [
     "finish_worker",
     "import_main",
     "on_abnormal_exit",
-    "set_status",
 ]
 
 # Time limit in seconds of all exit callbacks together.
@@ -41,7 +40,6 @@ END_SIGNAL: Any = getattr(signal, "SIGUSR2", None)
 _STACK_SIGNAL: Any = getattr(signal, "SIGUSR1", None)
 
 _writer: ReportWriter | None = None
-_notes: dict[str, Any] = {}
 # Location of the parent's main module; empty once the module is imported.
 _main: dict[str, Any] = {}
 _is_ending = _has_returned = False
@@ -63,19 +61,6 @@ def on_abnormal_exit(close: Callable[[], object]) -> None:
     if _writer is not None:
         _exit_callbacks.append(close)
         _writer.mark_needs_close()
-
-
-def set_status(**values: Any) -> None:
-    """Set status values of this worker, which the error message shows if the worker dies.
-
-    A call takes about two microseconds. Outside of workers it has no effect.
-
-    :param values: numbers, strings and lists of these; other values are reported as their ``repr``. The message shows
-        ``seed`` and ``phase`` separately
-    """
-    _notes.update(values)
-    if _writer is not None:
-        _writer.write_notes(_notes)
 
 
 def import_main() -> bool:
@@ -147,7 +132,6 @@ class WorkerStart:
         os.environ.clear()
         os.environ.update(self.environ)
         os.set_inheritable(self.report, False)
-        _notes.clear()
         _exit_callbacks.clear()
         _writer = ReportWriter(self.report)
         # faulthandler writes fatal signals, and stacks on the parent's request, to the descriptor from C.

@@ -8,6 +8,7 @@ differ, in the present objects, so that all objects that share them see the chan
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import functools
 import gc
@@ -38,15 +39,16 @@ _LEAVES = frozenset((type(None), bool, int, float, complex, str, bytes, type(Ell
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 _DICTS = (dict, defaultdict, OrderedDict, Counter)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_FILLED = (list, dict, set, deque, np.ndarray)  # filled in place, because other objects may share them
 _HEAP_TYPE = 1 << 9  # flag of classes that Python code has defined
 
 
 class Value(NamedTuple):
     """Copy of a value, or what is known of one that is not saved.
 
-    :ivar kind: ``"plain"``, ``"generator"``, ``"tensor"`` or ``"enum"``, which are saved. A ``"container"`` is an
-        object, list or dict whose parts have their own paths. An ``"unsaved"`` value has a checksum, which detects
-        changes. Those of an ``"unknown"`` value, such as an iterator, and of an ``"opaque"`` one cannot be detected
+    :ivar kind: ``"plain"``, ``"generator"`` or ``"enum"``, which are saved. A ``"container"`` is an object, list or
+        dict whose parts have their own paths. An ``"unsaved"`` value has a checksum, which detects changes. Those of an
+        ``"unknown"`` value, such as an iterator, and of an ``"opaque"`` one cannot be detected
     :ivar content: plain value, state, or checksum
     :ivar type_name: module and name of the class
     :ivar parent: path of the object, list or dict that contains it
@@ -107,92 +109,83 @@ def read_values(attributes: dict[str, Any], links: Iterable[Any] = ()) -> dict[s
     :param attributes: values by name
     :param links: objects that are not read, because they have a state of their own or none
     """
-    return _Reader(attributes, links).values
+    return _walk(attributes, links)[0]
 
 
-class _NotPlainError(Exception):
-    """A value is not plain, or too large."""
+def _walk(attributes: dict[str, Any], links: Iterable[Any]) -> tuple[dict[str, Value], dict[str, Any]]:
+    """Return copies of the values in attributes, and the objects themselves, by path."""
+    seen = {id(link) for link in links}
+    values: dict[str, Value] = {}
+    present: dict[str, Any] = {}
 
-
-class _Reader:
-    """Reader of values.
-
-    :ivar values: the values by path
-    :ivar present: the objects themselves by path
-    """
-
-    def __init__(self, attributes: dict[str, Any], links: Iterable[Any]) -> None:
-        self._seen = {id(link) for link in links}
-        self.values: dict[str, Value] = {}
-        self.present: dict[str, Any] = {}
-        for name in sorted(attributes):  # of an object with two paths, the first one is read
-            self._limit = len(self.values) + _MAX_PARTS
-            try:
-                self._read(attributes[name], "", name, name)
-            except RecursionError:
-                self.values[name] = Value("unknown", None, _type_name(attributes[name]), "", name)
-
-    def _read(self, value: Any, parent: str, key: Any, path: str, *, is_fixed: bool = False) -> None:
-        """Read a value.
-
-        :param is_fixed: whether it cannot be replaced, because it is part of a tuple or function
-        """
-        if id(value) in self._seen or isinstance(value, (types.ModuleType, gymnasium.Space)):
+    def read(value: Any, parent: str, key: Any, path: str, limit: int, is_fixed: bool = False) -> None:
+        """Read a value, which cannot be replaced if it is part of a tuple or function."""
+        if id(value) in seen or isinstance(value, (types.ModuleType, gymnasium.Space)):
             return
-        self.present[path] = value
+        present[path] = value
         try:
-            kind, content = self._read_object(value)
+            kind, content = _classify(value)
         except Exception:  # its code may raise anything
             kind, content = "unknown", None
-        if is_fixed and kind in ("plain", "enum") and not _is_filled(value):
+        if is_fixed and kind in ("plain", "enum") and not isinstance(value, _FILLED):
             kind, content = "unsaved", _checksum_of(content)
-        self.values[path] = Value(kind, content, _type_name(value), parent, key)
-        is_frozen = getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False)
-        if (parts := _parts_of(value) if kind in ("container", "unsaved") else None) is None:
-            return
-        if len(self.values) + len(parts) > self._limit:
-            self.values[path] = Value("unknown", None, _type_name(value), parent, key)
-            return
-        self._seen.add(id(value))
-        is_fixed = is_frozen or isinstance(value, (tuple, functools.partial, *_FUNCTIONS))
-        for key, part in parts.items():
-            name = f".{key}" if kind == "container" and not isinstance(value, (list, tuple, dict)) else f"[{key!r}]"
-            self._read(part, path, key, path + name, is_fixed=is_fixed)
+        parts = _parts_of(value) if kind in ("container", "unsaved") else None
+        if parts is not None and len(values) + len(parts) > limit:
+            kind, content, parts = "unknown", None, None
+        values[path] = Value(kind, content, _type_name(value), parent, key)
+        if parts is not None:
+            seen.add(id(value))
+            is_frozen = getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False)
+            is_fixed = is_frozen or isinstance(value, (tuple, functools.partial, *_FUNCTIONS))
+            has_names = kind == "container" and not isinstance(value, (list, tuple, dict))
+            for key, part in parts.items():
+                read(part, path, key, f"{path}.{key}" if has_names else f"{path}[{key!r}]", limit, is_fixed)
 
-    def _read_object(self, value: Any) -> tuple[str, Any]:
-        """Return the kind and the content of a value."""
-        cls, torch = type(value), sys.modules.get("torch")
-        if isinstance(value, enum.Enum):
-            return ("enum", value.name) if value.name in cls.__members__ else ("unsaved", _checksum_of(repr(value)))
-        if cls is np.ndarray and value.nbytes > _MAX_BYTES and not value.dtype.hasobject:
-            return "unsaved", zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-        if not (cls in _DICTS and value and _parts_of(value)):
-            with contextlib.suppress(_NotPlainError, RecursionError):
-                return "plain", _copy_plain(dict(value) if cls in _DICTS else value, [_MAX_PARTS])
-        if isinstance(value, _GENERATORS):
-            state = state_of_generator(value)
-            return ("opaque" if state is None else "generator"), state
-        if torch is not None and isinstance(value, torch.Generator):
-            return "generator", value.get_state().numpy()
-        if torch is not None and isinstance(value, torch.Tensor):
-            if value.numel() * value.element_size() > _MAX_BYTES:
-                return "unknown", None
-            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().copy()
-            return "tensor", (str(value.dtype).rpartition(".")[2], tuple(value.shape), data)
-        if isinstance(value, (type, functools.partial, *_FUNCTIONS)):
-            return "unsaved", _checksum_of(_type_name(value))
-        if isinstance(value, io.IOBase):
-            return "unsaved", value.tell() if value.readable() else 0  # other files are output, not state
-        if _parts_of(value):
-            return "container", (_type_name(value), len(value) if cls in (list, tuple) else None)
-        if isinstance(value, np.memmap) or (_keeps_state_in_attributes(cls) and not hasattr(cls, "__array__")):
-            return "opaque", None
+    for name in sorted(attributes):  # of an object with two paths, the first one is read
         try:
-            with warnings.catch_warnings():  # of iterators, which later versions of Python do not pickle
-                warnings.simplefilter("ignore")
-                return "unsaved", zlib.crc32(pickle.dumps(value, 4))
-        except Exception:  # its code may raise anything
-            return "unknown" if hasattr(cls, "__next__") else "opaque", None
+            read(attributes[name], "", name, name, len(values) + _MAX_PARTS)
+        except RecursionError:
+            values[name] = Value("unknown", None, _type_name(attributes[name]), "", name)
+    return values, present
+
+
+def _classify(value: Any) -> tuple[str, Any]:
+    """Return the kind and the content of a value."""
+    cls, torch = type(value), sys.modules.get("torch")
+    if isinstance(value, enum.Enum):
+        return "enum", value.name
+    if cls is np.ndarray and value.nbytes > _MAX_BYTES and not value.dtype.hasobject:
+        return "unsaved", zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    if not (cls in _DICTS and _parts_of(value)):
+        with contextlib.suppress(RecursionError):
+            plain = dict(value) if cls in _DICTS else value
+            if _is_plain(plain, [_MAX_PARTS]):
+                return "plain", copy.deepcopy(plain)
+    if isinstance(value, _GENERATORS):
+        state = state_of_generator(value)
+        return ("opaque" if state is None else "generator"), state
+    if torch is not None and isinstance(value, torch.Generator):
+        return "generator", value.get_state().numpy()
+    if torch is not None and isinstance(value, torch.Tensor):
+        if value.numel() * value.element_size() > _MAX_BYTES:
+            return "unknown", None
+        content = value.detach().cpu().clone()
+        _canonical(content)  # raises if it has no plain memory, as sparse tensors
+        return "plain", content
+    if isinstance(value, (type, functools.partial, *_FUNCTIONS)):
+        return "unsaved", _checksum_of(_type_name(value))
+    if isinstance(value, io.IOBase):
+        return "unsaved", value.tell() if value.readable() else 0  # other files are output, not state
+    if _parts_of(value):
+        return "container", (_type_name(value), len(value) if cls in (list, tuple) else None)
+    if isinstance(value, np.memmap) or (_keeps_state_in_attributes(cls) and not hasattr(cls, "__array__")):
+        return "opaque", None
+    try:
+        with warnings.catch_warnings():  # of iterators, which later versions of Python do not pickle
+            warnings.simplefilter("ignore")
+            return "unsaved", zlib.crc32(pickle.dumps(value, 4))
+    except Exception:  # its code may raise anything
+        return "unknown" if hasattr(cls, "__next__") else "opaque", None
 
 
 def _parts_of(value: Any) -> dict[Any, Any] | None:
@@ -222,30 +215,19 @@ def _keeps_state_in_attributes(cls: Any) -> bool:
     return all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
 
 
-def _is_leaf(value: Any) -> bool:
-    return type(value) in _LEAVES or (isinstance(value, np.generic) and not value.dtype.hasobject)
+def _is_plain(value: Any, budget: list[int]) -> bool:
+    """Whether a value consists of numbers, texts, arrays, and lists, tuples, sets and dicts of them.
 
-
-def _copy_plain(value: Any, budget: list[int]) -> Any:
-    """Copy a plain value.
-
-    :param budget: number of parts that may be copied
-    :raises _NotPlainError: If it contains an object of another class, or too many parts.
+    :param budget: number of parts that may be read
     """
-    if _is_leaf(value):
-        return value
-    budget[0] -= len(value) if isinstance(value, (list, tuple, set, frozenset, deque, dict)) else 0
     kind: Any = type(value)
-    if budget[0] >= 0:
-        if kind is np.ndarray and not value.dtype.hasobject and value.nbytes <= _MAX_BYTES:
-            return value.copy(order="K")
-        if kind in (list, tuple, set, frozenset):
-            return kind(_copy_plain(part, budget) for part in value)
-        if kind is deque:
-            return deque((_copy_plain(part, budget) for part in value), value.maxlen)
-        if kind is dict:
-            return {_copy_plain(key, budget): _copy_plain(part, budget) for key, part in value.items()}
-    raise _NotPlainError
+    if kind is np.ndarray:
+        return not value.dtype.hasobject and value.nbytes <= _MAX_BYTES
+    if kind not in (list, tuple, set, frozenset, deque, dict):
+        return kind in _LEAVES or (isinstance(value, np.generic) and not value.dtype.hasobject)
+    parts = (*value, *value.values()) if kind is dict else value
+    budget[0] -= len(parts)
+    return budget[0] >= 0 and all(_is_plain(part, budget) for part in parts)
 
 
 def _type_name(value: Any) -> str:
@@ -285,6 +267,9 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, (list, tuple, deque)):
         parts = value if _LEAVES.issuperset(map(type, value)) else map(_canonical, value)
         return type(value).__name__, list(parts)
+    if hasattr(value, "untyped_storage"):  # a tensor
+        content = value.contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy()
+        return str(value.dtype), tuple(value.shape), _canonical(content)
     return value
 
 
@@ -304,55 +289,40 @@ def write_values(
     """
     names, links = {value.key for value in saved.values() if not value.parent}, list(links)
 
-    def read() -> _Reader:
-        return _Reader({name: value for name, value in _instance_attributes(owner).items() if name in names}, links)
+    def read() -> tuple[dict[str, Value], dict[str, Any]]:
+        return _walk({name: value for name, value in _instance_attributes(owner).items() if name in names}, links)
 
-    here, expected = read(), digests_of(saved)
-    here.present[""] = owner
-    different = differing(expected, digests_of(here.values)).difference(kept)
+    (values, present), expected = read(), digests_of(saved)
+    present[""] = owner
+    different = differing(expected, digests_of(values)).difference(kept)
     for path, value in saved.items():
-        parents = [values[value.parent].type_name for values in (saved, here.values) if value.parent in values]
+        parents = [each[value.parent].type_name for each in (saved, values) if value.parent in each]
         if path in different and (not value.parent or parents[1:] == parents[:1]):
             with contextlib.suppress(Exception):  # its code may raise anything
-                _write(here.present[value.parent], value, here.present.get(path))
-    for path, value in here.values.items():
-        parent = here.present[value.parent]
+                _write(present[value.parent], value, present.get(path))
+    for path, value in values.items():
+        parent = present[value.parent]
         if path in different and path not in saved and value.parent in saved and isinstance(parent, dict):
             parent.pop(value.key, None)  # the saved run has removed it
     unknown = {path for path, value in saved.items() if value.kind == "unknown"}
-    return (differing(expected, digests_of(read().values)) & saved.keys()) | unknown
-
-
-def _is_filled(value: Any) -> bool:
-    """Whether a value is filled in place, because other objects may share it."""
-    return isinstance(value, (list, dict, set, deque, np.ndarray))
+    return (differing(expected, digests_of(read()[0])) & saved.keys()) | unknown
 
 
 def _write(parent: Any, saved: Value, present: Any) -> None:
     """Set a value in its parent, or fill the present one."""
-    content = saved.content
-    if saved.kind == "plain":
-        if saved.type_name == _type_name(present) and _fill(present, content):
-            return
-        if saved.type_name != _type_name(content):
-            return
-        content = _copy_plain(content, [_MAX_PARTS])
-    elif saved.kind == "enum":
+    content = copy.deepcopy(saved.content)
+    if saved.kind == "enum":
         content = type(present)[content]
-    elif saved.kind == "tensor":
-        torch = sys.modules["torch"]
-        content = torch.from_numpy(content[2].copy()).view(getattr(torch, content[0])).reshape(content[1])
-        if isinstance(present, torch.Tensor) and (present.dtype, present.shape) == (content.dtype, content.shape):
-            present.detach().copy_(content)
-            return
-        if saved.type_name != _type_name(content):  # a parameter, for example
-            return
-    elif saved.kind == "generator" and isinstance(content, np.ndarray):
-        present.set_state(sys.modules["torch"].from_numpy(content.copy()))
-        return
     elif saved.kind == "generator":
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(present, torch.Generator):
+            present.set_state(torch.from_numpy(content))
+            return
         content = restore_generator(present, content)
-    else:
+    elif saved.kind != "plain" or (saved.type_name == _type_name(present) and _fill(present, content)):
+        return
+    # Parameters of torch and defaultdicts, for example, can only be filled.
+    if saved.kind == "plain" and saved.type_name != _type_name(content):
         return
     if isinstance(parent, (list, dict)):
         parent[saved.key] = content
@@ -361,21 +331,18 @@ def _write(parent: Any, saved: Value, present: Any) -> None:
 
 
 def _fill(present: Any, content: Any) -> bool:
-    """Fill a container with copies; return whether that is possible."""
-    content = _copy_plain(content, [_MAX_PARTS])
-    if isinstance(present, np.ndarray):
-        fits = present.flags.writeable and (present.dtype, present.shape) == (content.dtype, content.shape)
-        if fits:
-            present[...] = content
-        return fits
+    """Fill a container, because other objects may share it; return whether that is possible."""
+    is_tensor = hasattr(present, "untyped_storage")
+    if is_tensor or isinstance(present, np.ndarray):
+        fits = (present.dtype, present.shape) == (content.dtype, content.shape)
+        if fits := fits and (is_tensor or present.flags.writeable):
+            (present.detach() if is_tensor else present)[...] = content
+        return bool(fits)
     if isinstance(present, list):
         present[:] = content
-    elif isinstance(present, (set, dict)):
+    elif isinstance(present, (set, dict)) or (isinstance(present, deque) and present.maxlen == content.maxlen):
         present.clear()
-        present.update(content)
-    elif isinstance(present, deque) and present.maxlen == content.maxlen:
-        present.clear()
-        present.extend(content)
+        (present.extend if isinstance(present, deque) else present.update)(content)
     else:
         return False
     return True

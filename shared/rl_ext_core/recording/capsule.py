@@ -15,7 +15,6 @@ import re
 import sys
 import time
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,13 @@ from typing import Any
 import numpy as np
 
 from rl_ext_core import _pickle
-from rl_ext_core.errors import CorruptFileError, EnvironmentOutputError, InvalidArgumentError, WorkerError
+from rl_ext_core.errors import (
+    CorruptFileError,
+    EnvironmentOutputError,
+    InvalidArgumentError,
+    StorageError,
+    WorkerError,
+)
 from rl_ext_core.recording.episode_log import EpisodeLog, pickle_value
 
 __all__ = [
@@ -40,7 +45,7 @@ __all__ = [
 
 _log = logging.getLogger("rl_ext_core.recording")
 
-_FORMAT = 2
+_FORMAT = 3
 CRASH_FOLDER = "."  # for recorder=True
 MAX_CAPSULES = 10  # per folder
 _MAX_TEXT = 100_000
@@ -105,15 +110,14 @@ def _raised_class(traceback: str) -> str:
 class Capsule:
     """Failure of an environment, with its factory and the log of its episode.
 
-    Reading a capsule executes no code. :meth:`load_factory` does, and :meth:`load_log` if :attr:`log_pickle` is set.
+    Reading a capsule executes no code. :meth:`load_factory` does.
 
     :ivar failure: the failure
     :ivar environment: number of the environment
     :ivar step: number of the failed step in the log, 0 for its reset
-    :ivar log: the log; it is empty if :attr:`log_pickle` is set
+    :ivar log: the log, which is plain data
     :ivar source: source code that built the environment, with dots for parts that are not known
     :ivar factory_pickle: pickled factory; None if it cannot be pickled
-    :ivar log_pickle: pickled log; None if it is plain data
     :ivar step_timeout: time limit of a step in seconds; None for none
     :ivar created: time of the failure, in UTC
     :ivar versions: versions of Python, of the platform and of packages, by name
@@ -126,7 +130,6 @@ class Capsule:
     log: EpisodeLog
     source: str = ""
     factory_pickle: bytes | None = None
-    log_pickle: bytes | None = None
     step_timeout: float | None = None
     created: str = ""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -137,10 +140,6 @@ class Capsule:
         assert self.factory_pickle is not None
         return pickle.loads(self.factory_pickle)
 
-    def load_log(self) -> EpisodeLog:
-        """Return the log. If it contains pickled objects, this executes code of the capsule."""
-        return self.log if self.log_pickle is None else EpisodeLog(*pickle.loads(self.log_pickle))
-
 
 def record_crash(recorder: bool | str | os.PathLike[str], **contents: Any) -> str:
     """Write a capsule, and return a sentence with the command that repeats the failure.
@@ -149,15 +148,10 @@ def record_crash(recorder: bool | str | os.PathLike[str], **contents: Any) -> st
     :param contents: arguments of :func:`write_capsule`
     """
     folder = CRASH_FOLDER if isinstance(recorder, bool) else recorder
-    path = write_capsule(folder, **contents)
-    if path is None and len(list(Path(folder).glob("crash-*.rlx"))) >= MAX_CAPSULES:
-        return (
-            f"The episode is not recorded, because {os.path.abspath(folder)!r} contains {MAX_CAPSULES} files "
-            'crash-*.rlx. Delete some of them, or pass another folder: recorder="crashes"'
-        )
-    if path is None:
-        return f"The episode is not recorded, because {os.path.abspath(folder)!r} cannot be written"
-    return f"The episode is recorded. To repeat the failure, run: rl-ext replay {path}"
+    try:
+        return f"The episode is recorded. To repeat the failure, run: rl-ext replay {write_capsule(folder, **contents)}"
+    except Exception as error:  # factories and arguments have code of the user
+        return f"The episode is not recorded: {error}"
 
 
 def record_exception(
@@ -197,8 +191,8 @@ def write_capsule(
     failure: RecordedFailure,
     environment: int,
     step_timeout: float | None = None,
-) -> Path | None:
-    """Write a capsule ``crash-<time>-<number>.rlx``. A failure to write is logged, because another error is raised.
+) -> Path:
+    """Write a capsule ``crash-<time>-<number>.rlx``.
 
     :param folder: folder of the capsules, which is created if necessary
     :param factory: :class:`~rl_ext_core.factory.EnvFactory` that built the environment; None if there is none
@@ -206,45 +200,58 @@ def write_capsule(
     :param failure: the failure
     :param environment: number of the environment
     :param step_timeout: time limit of a step in seconds; default: none
-    :return: path of the file; None if the folder already contains :data:`MAX_CAPSULES`, or the file cannot be written
+    :return: path of the file
+    :raises StorageError: If the folder already contains :data:`MAX_CAPSULES`, or cannot be written.
+    :raises InvalidArgumentError: If the log contains other objects than plain values and arrays.
     """
-    folder = Path(folder)
+    folder, where = Path(folder), os.path.abspath(folder)
+    packed = pickle_value((log.generators, log.settings, log.calls, log.checksums))
+    if len(list(folder.glob("crash-*.rlx"))) >= MAX_CAPSULES:
+        raise StorageError(
+            f"{where!r} contains {MAX_CAPSULES} files crash-*.rlx. Delete some of them, or use another folder: "
+            'recorder="crashes"'
+        )
     try:
-        if len(list(folder.glob("crash-*.rlx"))) >= MAX_CAPSULES:
-            _log.info("no capsule of the failure is written, because %s contains %d", folder, MAX_CAPSULES)
-            return None
+        _PlainUnpickler(io.BytesIO(packed)).load()
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"its actions, options or calls contain an object ({error}): expected numbers, texts and arrays in dicts, "
+            "lists and tuples. Use action.numpy(), for example"
+        ) from None
+    texts = {name: text[:_MAX_TEXT] for name, text in vars(failure).items() if isinstance(text, str)}
+    about = {
+        "format": _FORMAT,
+        "failure": {**vars(failure), **texts},
+        "environment": environment,
+        "step": log.steps,
+        "source": getattr(factory, "to_source", lambda: "")(),
+        "step_timeout": step_timeout,
+        "created": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+        "versions": current_versions(getattr(factory, "preload", ())),
+        "variables": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
+    }
+    code: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # an object in the factory, whose code may raise anything
+        code = {} if factory is None else {_FACTORY: _pickle.dumps(factory)}
+    entries = {_ABOUT: json.dumps({**about, "executable code": [*code]}, indent=2), _LOG: packed, **code}
+    name = f"crash-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{environment}"
+    temporary = folder / f".{name}.{os.getpid()}.tmp"
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"crash-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{environment}"
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+            for entry, data in entries.items():
+                archive.writestr(entry, data)
         path, count = folder / f"{name}.rlx", 1
         while path.exists():
             count += 1
             path = folder / f"{name}-{count}.rlx"
-        texts = {name: text[:_MAX_TEXT] for name, text in vars(failure).items() if isinstance(text, str)}
-        about = {
-            "failure": {**vars(failure), **texts},
-            "environment": environment,
-            "step": log.steps,
-            "source": getattr(factory, "to_source", lambda: "")(),
-            "step_timeout": step_timeout,
-            "created": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
-            "versions": current_versions(getattr(factory, "preload", ())),
-            "variables": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
-        }
-        _write_archive(path, about, log, _try_to_pickle(factory))
-    except Exception as error:  # factories and arguments have code of the user
-        _log.warning("the capsule of the failure cannot be written: %s: %s", type(error).__name__, error)
-        return None
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StorageError(f'{where!r} cannot be written: {error}. Pass another folder: recorder="crashes"') from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     return path
-
-
-def _try_to_pickle(factory: Any) -> bytes | None:
-    """Pickle a factory; return None if there is none, or if that fails."""
-    if factory is None:
-        return None
-    try:
-        return _pickle.dumps(factory)
-    except Exception:  # an object in it, whose code may raise anything
-        return None
 
 
 def current_versions(modules: Any = ()) -> dict[str, str]:
@@ -258,25 +265,6 @@ def current_versions(modules: Any = ()) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name.replace("_", "-"))
     return versions
-
-
-def _write_archive(path: Path, about: dict[str, Any], log: EpisodeLog, factory_pickle: bytes | None) -> None:
-    """Write the file of a capsule, which appears when it is complete."""
-    values = log.generators, log.settings, log.calls, log.checksums
-    packed = pickle_value(values)
-    is_plain = bool(packed) and _load_plain(packed) is not None
-    entries = {_LOG: packed if is_plain else _pickle.dumps(values)}  # classes of the script by value
-    entries |= {} if factory_pickle is None else {_FACTORY: factory_pickle}
-    code = [name for name in entries if name == _FACTORY or not is_plain]
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr(_ABOUT, json.dumps({"format": _FORMAT, **about, "executable code": code}, indent=2))
-            for name, data in entries.items():
-                archive.writestr(name, data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_capsule(path: str | os.PathLike[str]) -> Capsule:
@@ -295,32 +283,16 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
             names = set(archive.namelist())
             about, packed = json.loads(archive.read(_ABOUT)), archive.read(_LOG)
             factory_pickle = archive.read(_FACTORY) if _FACTORY in names else None
-        del about["executable code"]
         if (found := about.pop("format")) != _FORMAT:
             raise CorruptFileError(
                 f"{str(path)!r} has format {found}; expected {_FORMAT}. Use the version of rl-ext that wrote it"
             )
-        failure, log = RecordedFailure(**about.pop("failure")), _load_plain(packed)
-        return Capsule(
-            failure,
-            log=EpisodeLog({}, [], [], []) if log is None else EpisodeLog(*log),
-            log_pickle=packed if log is None else None,
-            factory_pickle=factory_pickle,
-            **about,
-        )
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        KeyError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        OSError,
-        EOFError,
-        pickle.UnpicklingError,
-    ) as error:
-        if isinstance(error, CorruptFileError):
-            raise
+        del about["executable code"]
+        log = EpisodeLog(*_PlainUnpickler(io.BytesIO(packed)).load())
+        return Capsule(RecordedFailure(**about.pop("failure")), log=log, factory_pickle=factory_pickle, **about)
+    except CorruptFileError:
+        raise
+    except Exception as error:  # damaged bytes may raise anything
         raise CorruptFileError(
             f"{str(path)!r} is not a complete capsule ({type(error).__name__}: {error}); expected a file that a "
             "recorder wrote. Copy it again"
@@ -373,16 +345,4 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "numpy" and name in _ARRAY_NAMES:
             return super().find_class(module, name)
-        raise _ObjectInPickleError(f"{module}.{name}")
-
-
-class _ObjectInPickleError(Exception):
-    """A pickle contains an object of another class."""
-
-
-def _load_plain(packed: bytes) -> Any:
-    """Unpickle plain data; return None if it contains other objects."""
-    try:
-        return _PlainUnpickler(io.BytesIO(packed)).load()
-    except _ObjectInPickleError:
-        return None
+        raise pickle.UnpicklingError(f"{module}.{name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium
@@ -185,7 +185,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
                 observation, reward, terminated, truncated, _ = result
                 observations[index] = checksum(observation)
                 rewards[index] = reward
-                flags[index] = returned + 2 * terminated + 4 * truncated
+                flags[index] = returned + 2 * terminated + 4 * truncated if terminated or truncated else returned
             except Exception:  # observations that are not arrays, rewards that are not numbers, and no more memory
                 log.end(result[0], result[1], TERMINATED * bool(result[2]) + TRUNCATED * bool(result[3]))
             return result
@@ -237,38 +237,24 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             RECORDED_CALLS[name](self.env, data)
         self._generators.restore(log.generators)
 
-    def repeat_calls(
-        self,
-        log: EpisodeLog,
-        *,
-        before_call: Callable[[int, int, str, int | None], None] = lambda call, step, name, first_difference: None,
-        check: Callable[[Any, Any, bool], None] = lambda observation, info, is_last: None,
-    ) -> Repetition:
-        """Make all calls of a log, also one that did not return.
+    def repeat_calls(self, log: EpisodeLog) -> Iterator[tuple[Any, Any, bool]]:
+        """Make all calls of a log, also one that did not return, after :meth:`restore_beginning`.
 
-        :param log: the log, after :meth:`restore_beginning`
-        :param before_call: function called before each call with its number, the number of steps, its name, and the
-            first step that differs
-        :param check: function called with each observation, its info, and whether it is the last one
+        :return: after each call, the last observation and info, and whether the call has returned something else
         """
-        observation, first_difference, steps = None, None, 0
+        observation: Any = None
+        info: Any = {}
         for number, (name, data) in enumerate(log.calls):
-            steps += name == "step"
-            before_call(number, steps, name, first_difference)
-            is_last = number == len(log.calls) - 1
             if name in ("reset", "step"):
                 observation, *_, info = self.reset(**data) if name == "reset" else self.step(data)
-                check(observation, info, is_last)
             else:
                 try:
                     self.make_recorded_call(name, data)
                 except Exception:
-                    if is_last and log.is_interrupted:
+                    if log.is_interrupted and number == len(log.calls) - 1:
                         raise  # other calls have raised in the recorded episode, too
             expected = log.checksums[number] if number < len(log.checksums) else None
-            if first_difference is None and expected not in (None, self._log.last_checksum()):
-                first_difference = steps
-        return Repetition(observation, first_difference)
+            yield observation, info, expected not in (None, self._log.last_checksum())
 
     def repeat(self, log: EpisodeLog) -> Repetition:
         """Reset the environment to the beginning of a recorded episode, and repeat its calls.
@@ -278,4 +264,10 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         :param log: a log whose last call has returned
         """
         self.restore_beginning(log)
-        return self.repeat_calls(log)
+        observation, first_difference, steps = None, None, 0
+        for (name, _), result in zip(log.calls, self.repeat_calls(log), strict=True):
+            observation, _, differs = result
+            steps += name == "step"
+            if differs and first_difference is None:
+                first_difference = steps
+        return Repetition(observation, first_difference)

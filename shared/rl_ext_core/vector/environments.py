@@ -22,9 +22,9 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.factory import convert
 from rl_ext_core.recording.layers import layer_states, restore_layers
-from rl_ext_core.recording.memory_layout import MemoryLayout
 from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.resources import check_folder
+from rl_ext_core.vector.memory_layout import MemoryLayout
 from rl_ext_core.vector.spaces import device_of, find_attribute
 
 __all__ = [

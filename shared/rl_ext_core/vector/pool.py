@@ -29,12 +29,12 @@ from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.recording.capsule import RecordedFailure, record_crash
 from rl_ext_core.recording.episode_log import LOG_BYTES, EpisodeLog, LogMemory, Repetition
 from rl_ext_core.recording.layers import LayerState
-from rl_ext_core.recording.memory_layout import CONVERTED, SKIPPED, MemoryLayout
 from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, SharedMemory, WorkerHandle
 from rl_ext_core.vector.environments import PoolOptions, check_env_fns, make_factories
+from rl_ext_core.vector.memory_layout import CONVERTED, SKIPPED, MemoryLayout
 from rl_ext_core.vector.restarts import Restarts
 from rl_ext_core.vector.worker import IDLE_FRAMES, PHASES, REPEAT_EPISODE, StepEntry, map_log, run_worker
 
@@ -356,11 +356,6 @@ class Pool:
         """Whether the episodes are recorded."""
         return self._log_memory is not None
 
-    @property
-    def last_observations(self) -> list[Any]:
-        """Shared arrays of the last observations, (num_envs, ...) each."""
-        return self._observations
-
     def layer_states(self) -> list[list[LayerState]]:
         """Return the state of the wrappers of each environment, see :mod:`rl_ext_core.recording.layers`."""
         return self.call(range(len(self.worker_by_env)), "layer_states", None)
@@ -536,7 +531,6 @@ class Pool:
             kind=failure.kind,
             exitcode=failure.exitcode,
             traceback=failure.traceback,
-            notes=failure.notes,
         )
         error.__cause__ = failure.exception
         self._record_crash(error)
@@ -569,7 +563,7 @@ class Pool:
                 "If the library allows fewer of them at a time, use fewer environments, for example n_envs=1; if they "
                 'collide over files, give each worker its own working directory: cwd="own"'
             )
-        notes = {**more.pop("notes", {}), "environment": environment}
+        notes = {"environment": environment}
         return WorkerError("\n".join(lines), worker=worker.number, phase=phase, seed=seed, notes=notes, **more)
 
     def _record_crash(self, error: WorkerError) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import WorkerError, _missing_dependency_error
 from rl_ext_core.processes.report import ExceptionRecord
-from rl_ext_core.recording.memory_layout import MemoryLayout
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.channel import Cell
 from rl_ext_core.vector.environments import PoolOptions
+from rl_ext_core.vector.memory_layout import MemoryLayout
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.worker import PHASES, WorkerEnvironments
 

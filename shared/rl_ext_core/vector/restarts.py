@@ -11,10 +11,10 @@ import numpy as np
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes.report import ExceptionRecord
-from rl_ext_core.recording.memory_layout import TRUNCATED
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import WorkerHandle
+from rl_ext_core.vector.memory_layout import TRUNCATED
 from rl_ext_core.vector.worker import StepEntry
 
 __all__ = ["Restarts"]
@@ -113,7 +113,7 @@ class Restarts:
                 last = pool.layout.build_observation([array[index].copy() for array in self.last_observations])
             entries.append((dict(error), None if delays_reset else {**info, **error}, None, last))
         if delays_reset:
-            for array, before in zip(pool.last_observations, self.last_observations, strict=True):
+            for array, before in zip(pool._observations, self.last_observations, strict=True):
                 array[rows] = before[rows]
         pool.has_unread_answers, worker.answer = False, entries
         return entries

@@ -15,9 +15,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, _combined_error_class
-from rl_ext_core.recording.memory_layout import OTHER_REWARD, TERMINATED, TRUNCATED
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.environments import PoolOptions, qualified_name, store_reward
+from rl_ext_core.vector.environments import PoolOptions, store_reward
+from rl_ext_core.vector.memory_layout import OTHER_REWARD, TERMINATED, TRUNCATED
 from rl_ext_core.vector.pool import Pool
 
 __all__ = ["SharedMemoryVectorEnv"]
@@ -264,16 +264,6 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         """
         self._require_callable("call_some", name)
         return self._pool.call(indices, "call", (name, args, kwargs))
-
-    def env_is_wrapped(self, wrapper_class: type, indices: Sequence[int] | None = None) -> list[bool]:
-        """Return whether each environment has a wrapper of a class.
-
-        :param wrapper_class: the class; classes with the same module and name count too
-        :param indices: numbers of the environments, default: all
-        """
-        self._require_idle("env_is_wrapped")
-        chosen = range(self.num_envs) if indices is None else indices
-        return self._pool.call(chosen, "env_is_wrapped", qualified_name(wrapper_class))
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Begin to call a method, or get an attribute. :meth:`call_wait` returns the results.

@@ -16,7 +16,11 @@ from rl_ext_core._values import copy_output
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.recording.episode_log import LOG_BYTES, Repetition
-from rl_ext_core.recording.memory_layout import (
+from rl_ext_core.recording.recorder import RECORDED_CALLS, EpisodeRecorder
+from rl_ext_core.vector.autoreset import Autoreset
+from rl_ext_core.vector.channel import Cell, SharedMemory, WorkerChannel, pack
+from rl_ext_core.vector.environments import CALLS
+from rl_ext_core.vector.memory_layout import (
     CONVERTED,
     MAX_EXACT,
     OTHER_REWARD,
@@ -26,16 +30,13 @@ from rl_ext_core.recording.memory_layout import (
     MemoryLayout,
     ObservationSlot,
 )
-from rl_ext_core.recording.recorder import RECORDED_CALLS, EpisodeRecorder
-from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Cell, SharedMemory, WorkerChannel, pack
-from rl_ext_core.vector.environments import CALLS
 
 __all__ = [
     "IDLE_FRAMES",
     "PHASES",
     "WorkerEnvironments",
     "map_log",
+    "require_dict",
     "run_worker",
 ]
 
@@ -101,7 +102,7 @@ def map_log(memory: SharedMemory, environment: int) -> Any:
     return memory.map(LOG_BYTES, environment * LOG_BYTES)
 
 
-def _require_dict(info: Any, method: str) -> None:
+def require_dict(info: Any, method: str) -> None:
     """Raise if the info that ``reset`` or ``step`` returned is not a dict."""
     if not isinstance(info, dict):
         raise EnvironmentOutputError(
@@ -244,7 +245,7 @@ class WorkerEnvironments:
             slot.write(observation)
             if slot.has_converted:
                 self._flags[number] |= CONVERTED
-        _require_dict(info, "reset")
+        require_dict(info, "reset")
         return info
 
     def _step(self, actions: Iterable[Any]) -> None:
@@ -261,14 +262,14 @@ class WorkerEnvironments:
                 due.discard(number)
                 cells[phase_at] = _RESET
                 observation, info = env.reset()
-                _require_dict(info, "reset")
+                require_dict(info, "reset")
                 reward = 0.0
                 flags[number] = 0
             else:
                 cells[phase_at] = _STEP
                 observation, reward, terminated, truncated, info = env.step(action)
                 if type(info) is not dict:
-                    _require_dict(info, "step")
+                    require_dict(info, "step")
                 if terminated or truncated:
                     flags[number] = (TERMINATED if terminated else 0) | (TRUNCATED if truncated else 0)
                     if same_step:
@@ -277,7 +278,7 @@ class WorkerEnvironments:
                         reward = reward if type(reward) in REWARD_KINDS else copy_output(reward)
                         cells[phase_at] = _RESET
                         observation, reset_info = env.reset()
-                        _require_dict(reset_info, "reset")
+                        require_dict(reset_info, "reset")
                     elif self._autoreset is Autoreset.NEXT_STEP:
                         due.add(number)
                 else:

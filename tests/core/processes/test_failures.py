@@ -57,13 +57,6 @@ def test_error_names_the_cause_of_a_worker_death(command: str, method: str) -> N
         assert error.__suppress_context__
 
 
-def test_chained_causes_of_an_exception_are_kept() -> None:
-    cause = fail_worker("forkserver", "raise_from_cause").__cause__
-    assert isinstance(cause, ValueError)
-    assert isinstance(cause.__cause__, KeyError)
-    assert cause.__cause__.__cause__ is None
-
-
 def test_large_reports_are_shortened_in_the_middle() -> None:
     error = fail_worker("forkserver", "raise_huge")
     assert len(str(error)) < 250_000
@@ -79,13 +72,6 @@ def test_death_of_a_grandchild_is_not_reported_as_the_workers(end: str) -> None:
     error = fail_worker("forkserver", f"kill_after_a_grandchild_{end}")
     assert "was killed by SIGKILL in step. The kernel's" in str(error)
     assert error.traceback == ""
-
-
-def test_message_contains_status() -> None:
-    error = fail_worker("forkserver", "set_status_and_kill", arguments=("notes",), watch={"label": "Env"})
-    assert str(error).startswith("Env 1 of 3 (environment 3, seed 17, many [1, 2]) was killed by SIGKILL in reset. ")
-    assert error.notes == {"environment": 3, "seed": 17, "phase": "reset", "many": [1, 2]}
-    assert error.phase == "reset"
 
 
 def test_worker_error_survives_pickling() -> None:

@@ -89,8 +89,7 @@ def test_nested_workers_and_their_children_end_with_a_failure(method: str) -> No
 @pytest.mark.parametrize("end", ["returns", "fails", "is killed"])
 def test_exit_callbacks_run_only_on_abnormal_exit(end: str) -> None:
     with group("forkserver", 2) as workers:
-        workers.ask(1, "register_file_cleanup")
-        closed, other = map(Path, workers.workers[1].report.notes["files"])
+        closed, other = map(Path, workers.ask(1, "register_file_cleanup"))
         if end == "returns":  # the function itself has to clean up
             workers.close()
         elif end == "fails":
@@ -104,8 +103,9 @@ def test_exit_callbacks_run_only_on_abnormal_exit(end: str) -> None:
 @pytest.mark.slow
 def test_spawned_worker_runs_atexit_handlers_after_a_failure() -> None:
     with group("spawn", 2) as workers:  # forked workers run no atexit handlers, as in multiprocessing
-        workers.ask(1, "remove_file_at_exit")
-        assert not Path(fail_worker(workers, "raise_bad_level").notes["file"]).exists()
+        file = Path(workers.ask(1, "remove_file_at_exit"))
+        fail_worker(workers, "raise_bad_level")
+        assert not file.exists()
 
 
 @pytest.mark.slow

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_ext_core.processes import report as report_module
 from rl_ext_core.processes.report import ExceptionRecord, ReportWriter, WorkerReport
-from tests.interrupts import interrupt_everywhere
 
 
 @pytest.fixture
@@ -31,27 +29,6 @@ def test_write_exception_returns_false_if_writing_fails(report: WorkerReport) ->
     writer.fd = null
     assert not writer.write_exception(ValueError("lost"))
     os.close(null)
-
-
-def test_notes_accept_other_values_and_have_a_size_limit(report: WorkerReport) -> None:
-    writer = ReportWriter(report.fd)
-    writer.write_notes({"value": {1, 2}, "path": Path("a")})
-    assert report.notes == {"value": "{1, 2}", "path": repr(Path("a"))}
-    writer.write_notes({"seed": 5, "text": "ü" * 10_000})
-    assert report.notes == {}
-    assert report.size() == report_module.PAGE
-
-
-def test_interrupted_notes_are_old_new_or_empty(report: WorkerReport) -> None:
-    writer, old, new = ReportWriter(report.fd), {"phase": "reset", "text": "x" * 100}, {"phase": "step"}
-    seen = []
-    for _ in interrupt_everywhere(
-        lambda: writer.write_notes(old) or (lambda: writer.write_notes(new)), code_paths=("/report.py",)
-    ):  # type: ignore[func-returns-value]
-        assert report.notes in (old, new, {})
-        seen.append(report.notes)
-    assert old in seen
-    assert new in seen
 
 
 def test_unpickling_an_exception_does_not_import_its_module(

@@ -17,7 +17,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_ext_core.processes import get_context, import_main, on_abnormal_exit, set_status
+from rl_ext_core.processes import get_context, import_main, on_abnormal_exit
 
 
 class NeedsArgumentsError(Exception):  # it can be pickled, but not unpickled
@@ -61,9 +61,8 @@ def raise_runtime_error() -> None:
     raise RuntimeError("this does not unpickle")
 
 
-def serve(pipe: Connection, what: str = "", *rest: Any) -> None:
+def serve(pipe: Connection, *rest: Any) -> None:
     """Answer commands, which are names of ``ACTIONS``, until ``"close"``."""
-    set_status(**({"environment": 3} if what == "notes" else {}))
     while True:
         command = pipe.recv()
         if command == "close":
@@ -142,12 +141,6 @@ def kill_after_a_grandchild(end: Any) -> None:
     kill()
 
 
-def set_status_and_kill() -> None:
-    """Report a status to the parent, then kill this worker."""
-    set_status(seed=17, phase="reset", many=[1, 2])
-    kill()
-
-
 def start_helpers() -> list[int]:
     """Start a program, a forked process, and a program with its own session."""
     program, apart = (
@@ -166,19 +159,19 @@ def send_helper_pids(writer: Any) -> None:
     writer.send(start_helpers())
 
 
-def register_file_cleanup() -> None:
-    """Register an exit callback that deletes a file, and one that fails."""
+def register_file_cleanup() -> list[str]:
+    """Register an exit callback that deletes a file, and one that fails; return the file and another one."""
     files = [tempfile.mkstemp()[1] for _ in range(2)]
-    set_status(files=files)
     on_abnormal_exit(functools.partial(os.unlink, files[0]))
     on_abnormal_exit(functools.partial(os.unlink, "/nowhere"))
+    return files
 
 
-def remove_file_at_exit() -> None:
-    """Create a file that an ``atexit`` handler deletes, and report its path as status."""
+def remove_file_at_exit() -> str:
+    """Create a file that an ``atexit`` handler deletes, and return its path."""
     file = tempfile.mkstemp()[1]
-    set_status(file=file)
     atexit.register(os.unlink, file)
+    return file
 
 
 def list_inherited_files() -> list[str]:
