@@ -97,9 +97,9 @@ def check_for_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(scratch))
         patch.setattr(tempfile, "tempdir", None)
-        from tests.worker_servers import warm_servers
+        from tests.worker_servers import warm_server
 
-        with warm_servers():
+        with warm_server():
             yield
         stop_servers()
         left = [f"process {child}" for child in remaining_children()]

@@ -1,4 +1,4 @@
-"""Fork servers of workers, which import the libraries of the tests once instead of in every worker."""
+"""A fork server of workers that imports the libraries of the tests, once instead of in every worker."""
 
 from __future__ import annotations
 
@@ -9,39 +9,42 @@ from contextlib import contextmanager
 
 import pytest
 
+from rl_ext_core.factory.compare import WORKER_MODULES
 from rl_ext_core.processes import server
 
-# Modules of tests import these, and workers import modules of tests. Only those of the present session are imported.
-_LIBRARIES = ("torch", "pytest", "hypothesis", "gymnasium.vector", "torchrl.envs", "torchrl.data", "stable_baselines3")
-_ColdServer = server._Server
-
-
-class _WarmServer(_ColdServer):
-    """Fork server that has also imported the libraries of the present tests."""
-
-    def __init__(self, modules: Sequence[str], variables: Mapping[str, str | None]) -> None:
-        super().__init__([*modules, *_libraries()], variables)
-
-
-def _libraries() -> list[str]:
-    return [name for name in _LIBRARIES if name in sys.modules]
+# Modules of tests import these, and workers import modules of tests. None reads device variables at its import.
+_LIBRARIES = (
+    *("torch", "pytest", "hypothesis", "psutil", "gymnasium.vector", "stable_baselines3"),
+    *("torchrl.envs", "torchrl.data", "torchrl_ext"),
+)
+_start_process = server.start_process
 
 
 @contextmanager
-def warm_servers() -> Iterator[None]:
-    """Let new servers import the libraries, multiprocessing's own included."""
-    multiprocessing.set_forkserver_preload(["__main__", *_libraries()])
+def warm_server() -> Iterator[None]:
+    """Start workers from a server that has imported the libraries that this process has imported.
+
+    This server is never replaced: it imports nothing that its users ask for.
+    """
+    libraries = [name for name in _LIBRARIES if name in sys.modules]
+    multiprocessing.set_forkserver_preload(["__main__", *libraries])
+
+    def start_process(
+        modules: Sequence[str], variables: Mapping[str, str | None], descriptors: Sequence[int]
+    ) -> object:
+        return _start_process([*WORKER_MODULES, *libraries], {}, descriptors)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "_Server", _WarmServer)
+        patch.setattr(server, "start_process", start_process)
         yield
         server.stop_server()  # otherwise it runs until the interpreter ends
 
 
 @contextmanager
 def cold_server() -> Iterator[None]:
-    """Start workers from a new server that has imported only what its user asks for."""
+    """Start workers as outside of tests: from servers that import what their users ask for."""
     server.stop_server()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "_Server", _ColdServer)
+        patch.setattr(server, "start_process", _start_process)
         yield
         server.stop_server()
