@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ def warm_server() -> Iterator[None]:
     This server is never replaced: it imports nothing that its users ask for.
     """
     libraries = [name for name in _LIBRARIES if name in sys.modules]
-    multiprocessing.set_forkserver_preload(["__main__", *libraries])
 
     def start_process(
         modules: Sequence[str], variables: Mapping[str, str | None], descriptors: Sequence[int]

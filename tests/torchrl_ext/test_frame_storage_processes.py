@@ -38,12 +38,11 @@ from torchrl_ext.frame_storage.buffers import NoLock
 def context() -> Iterator[Any]:
     """Return a multiprocessing context whose processes have imported everything already."""
     forkserver._forkserver._stop()
-    before = forkserver._forkserver._preload_modules
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(["tests.torchrl_ext.frame_kills"])
     yield found
     forkserver._forkserver._stop()
-    found.set_forkserver_preload(before)
+    found.set_forkserver_preload(["__main__"])
 
 
 def _kill(worker: Any) -> None:

@@ -147,7 +147,7 @@ def _step_30_times(venv: Any) -> list[Any]:
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_gymnasium_vector_environments_accept_the_factories(method: str) -> None:
     gc.collect()  # A forked process does not tolerate some libraries' objects that other tests left.
     env = make_changed_line()
