@@ -136,6 +136,7 @@ def test_dead_server_is_replaced_and_its_workers_are_killed() -> None:
     with group("forkserver") as workers:
         pids = [workers.ask(worker, "pid") for worker in range(3)]
         first = psutil.Process(pids[0]).ppid()
+        assert first != os.getpid()
         failed = pytest.raises(
             WorkerError, match="ended in step; its exit code is unknown: the fork server that started it was"
         )
