@@ -40,9 +40,12 @@ def warm_server() -> Iterator[None]:
 
 @contextmanager
 def cold_server() -> Iterator[None]:
-    """Start workers as outside of tests: from servers that import what their users ask for."""
-    server.stop_server()
+    """Start workers as outside of tests: from servers that import what their users ask for.
+
+    The warm server continues to run, for later tests.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "_server", None)
         patch.setattr(server, "start_process", _start_process)
         yield
         server.stop_server()

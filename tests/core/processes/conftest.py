@@ -10,7 +10,7 @@ from tests.core.processes.worker_groups import METHODS
 from tests.worker_servers import cold_server
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def servers_without_libraries() -> Iterator[None]:
     """Start servers without the tests' libraries. The workers do not need them, and some tests replace servers."""
     with cold_server():
