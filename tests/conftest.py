@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
@@ -76,6 +77,12 @@ def crash_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+def pytest_collection_finish() -> None:
+    """Exempt what the imports created from garbage collections, which then take milliseconds."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def check_for_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fail the session if it leaves a process, a file in the repository, or a temporary file."""
@@ -90,9 +97,10 @@ def check_for_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(scratch))
         patch.setattr(tempfile, "tempdir", None)
-        yield
-        if "rl_ext_core.processes.server" in sys.modules:
-            sys.modules["rl_ext_core.processes.server"].stop_server()  # otherwise it runs until the interpreter ends
+        from tests.worker_servers import warm_server
+
+        with warm_server():
+            yield
         stop_servers()
         left = [f"process {child}" for child in remaining_children()]
         own = tmp_path_factory.getbasetemp().parent

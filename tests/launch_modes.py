@@ -16,9 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAUNCH_MODES = ("script", "-c", "stdin", "notebook")
 
 
-def run_program(
-    launch_mode: str, text: str, folder: Path, *, preloaded: str | None = None, limit_s: float = 240
-) -> str:
+def run_program(launch_mode: str, text: str, folder: Path, *, preloaded: str, limit_s: float = 240) -> str:
     """Run a program in a launch mode, and return its output.
 
     :param launch_mode: one of ``LAUNCH_MODES``
@@ -33,17 +31,14 @@ def run_program(
         return _run_notebook(text, folder, environ, limit_s)
     script = folder / "train.py"
     script.write_text(text)
-    if preloaded is not None and launch_mode in ("script", "-c"):
+    if launch_mode in ("script", "-c"):
         file = script if launch_mode == "script" else None
         done = programs.run(text, preloaded, file=file, cwd=folder, environ=environ, timeout_s=limit_s)
         assert done.returncode == 0, f"{launch_mode}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return str(done.stdout)
-    arguments = {"script": [str(script)], "-c": ["-c", text], "stdin": ["-"]}[launch_mode]
-    standard_input = text if launch_mode == "stdin" else None
     done = subprocess.run(
-        [sys.executable, *arguments],
-        input=standard_input,
-        stdin=None if standard_input else subprocess.DEVNULL,
+        [sys.executable, "-"],
+        input=text,
         capture_output=True,
         text=True,
         cwd=folder,

@@ -1,4 +1,4 @@
-"""Datasets in LeRobot's format. tests/test_lerobot_venv.py runs this file in .venv-lerobot."""
+"""Datasets in LeRobot's format. test_venvs.py runs this file in .venv-lerobot."""
 
 from __future__ import annotations
 

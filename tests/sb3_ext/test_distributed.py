@@ -16,6 +16,7 @@ from stable_baselines3.common.logger import Logger
 
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import tensor
+from tests import programs
 from tests.sb3_ext import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -23,17 +24,9 @@ ROOT = Path(__file__).parents[2]
 
 def run_ranks(task: str, folder: Path) -> tuple[list[Any], list[str]]:
     """Run a task on two ranks; return what they saved, and their last lines of errors."""
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.sb3_ext.ranks", task, str(folder), str(rank)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [program.communicate(timeout=180)[1] for program in programs]
+    code = Path(ranks.__file__).read_text()
+    started = [programs.start(code, "sb3", task, str(folder), str(rank), cwd=ROOT) for rank in range(2)]
+    errors = [program.wait(180).stderr for program in started]
     files = [folder / f"{task}-{rank}.pt" for rank in range(2)]
     found = [torch.load(file, weights_only=False) if file.exists() else None for file in files]
     return found, [error.strip().splitlines()[-1] if error.strip() else "" for error in errors]

@@ -610,7 +610,7 @@ def test_unsupported_runs_are_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"storage_dir=.*max_bytes"):
         model.learn(10, callback=ResumeCallback(tmp_path))
     model.replay_buffer.close()
-    env = SubprocVecEnv([cartpole])
+    env = SubprocVecEnv([cartpole], start_method="fork")
     try:
         with pytest.raises(InvalidTypeError, match="SubprocVecEnv"):
             ppo(env).learn(10, callback=ResumeCallback(tmp_path))

@@ -177,7 +177,7 @@ def test_error_in_close_does_not_interrupt_other_environments(tmp_path: Path) ->
 @pytest.mark.parametrize(("how", "said"), [("close", "in close"), ("thread", "in threads that go on after its close")])
 def test_exceeded_close_timeout_warns(how: str, said: str, tmp_path: Path) -> None:
     build = functools.partial(Writing, str(tmp_path / "video"), how, 1000)
-    venv = SharedMemoryVecEnv([Counting, build], FAST, close_timeout=3)
+    venv = SharedMemoryVecEnv([Counting, build], FAST, close_timeout=1)
     venv.reset()
     text = f"environment 1 of 2 was still {said} after [\\d.]+ s of closing.*Use close_timeout=None"
     with pytest.warns(UserWarning, match=text) as found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
+from contextlib import closing
 from typing import Any
 
 import gymnasium as gym
@@ -23,12 +24,12 @@ from stable_baselines3.common.vec_env import (
     VecNormalize,
 )
 
-from rl_ext_core.processes.server import stop_server
 from sb3_ext import AutoVecEnv
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, open_vec_env_pair, rollout
 from tests.sb3_ext.vec_test_envs import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, Returning, ReusedArrayEnv
+from tests.worker_servers import cold_server
 
 
 def compare_with_subproc(
@@ -223,7 +224,7 @@ def test_weights_under_wrappers_equal_those_with_subproc_vec_env() -> None:
 
 
 def test_workers_import_neither_torch_nor_stable_baselines3() -> None:
-    stop_server()  # a server that other tests have started may have imported torch for their environments
-    venv = SharedMemoryVecEnv([RandomEnv] * 2)
-    assert venv.env_method("loaded", ["torch", "stable_baselines3", "sb3_ext", "gymnasium"]) == [["gymnasium"]] * 2
-    venv.close()
+    with cold_server(), closing(SharedMemoryVecEnv([RandomEnv] * 2)) as venv:
+        venv.reset()
+        venv.step(np.zeros(2, np.int64))
+        assert venv.env_method("loaded", ["torch", "stable_baselines3", "sb3_ext", "gymnasium"]) == [["gymnasium"]] * 2

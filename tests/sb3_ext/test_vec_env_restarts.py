@@ -79,22 +79,22 @@ def test_all_environments_of_replaced_worker_are_truncated() -> None:
 @pytest.mark.slow
 def test_answering_workers_do_not_time_out_while_another_is_replaced(tmp_path: Path) -> None:
     class SlowToBuild(FailingOnce):
-        """Environment that fails once, and takes five seconds to be built again."""
+        """Environment that fails once, and takes three seconds to be built again."""
 
         def __init__(self, mark: str, when: str) -> None:
             super().__init__(mark, when)
             if self._mark.exists():
-                time.sleep(5)
+                time.sleep(3)
 
     venv = SharedMemoryVecEnv(
         [functools.partial(SlowToBuild, str(tmp_path / "mark"), "step"), Counting, Counting],
         FAST,
         restart="truncate",
-        step_timeout=3.0,
+        step_timeout=2.0,
     )
     venv.reset()
     assert venv.step(np.zeros(3, np.int64))[2].tolist() == [True, False, False]
-    time.sleep(3.5)  # longer than step_timeout, but no step is pending
+    time.sleep(2.5)  # longer than step_timeout, but no step is pending
     assert venv.step(np.zeros(3, np.int64))[0][:, 0].tolist() == [1, 2, 2]
     assert venv.timings.restarts == 1
     venv.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torchrl.envs import GymEnv as UpstreamGymEnv
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.recording import EpisodeRecorder
+from tests import programs
 from tests.torchrl_ext import resume_script
 from tests.torchrl_ext.parallel_checks import ROOT, no_workers_left
 from tests.torchrl_ext.parallel_environments import NativeEnv, Well
@@ -31,8 +30,9 @@ def test_killed_runs_continue_with_the_same_weights(kind: str, tmp_path: Path) -
     killed, other = tmp_path / "killed", tmp_path / "other"
     for folder in (killed, other):
         folder.mkdir()
-    command = [sys.executable, resume_script.__file__, str(killed), kind, "9"]
-    assert subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True).returncode == -signal.SIGKILL
+    file = Path(resume_script.__file__)
+    done = programs.run(file.read_text(), "torchrl", str(killed), kind, "9", file=file, cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     weights = []
     for folder in (killed, other):  # this process continues the first one, and does all of the other
         resume_script.train(folder, kind, 0)

@@ -1,4 +1,4 @@
-"""Tests of JAX conversions; test_jax_venv.py runs this file in .venv-jax."""
+"""Tests of JAX conversions; test_venvs.py runs this file in .venv-jax."""
 
 from __future__ import annotations
 

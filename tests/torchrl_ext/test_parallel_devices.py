@@ -16,6 +16,7 @@ from tests.core.devices.reporting_env import NAMES, variables
 from tests.core.devices.run_code import run
 from tests.torchrl_ext.parallel_checks import no_workers_left
 from tests.torchrl_ext.parallel_environments import DeviceReporting
+from tests.worker_servers import cold_server
 from torchrl_ext import ParallelEnv
 
 __all__ = ["no_workers_left"]
@@ -45,10 +46,11 @@ def gpu_decisions(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
 def test_each_worker_has_its_gpu_before_mujoco_is_imported(form: str, method: str) -> None:
     """Fork servers import mujoco with TorchRL; it reads its backend then, and the GPU later."""
     source: Any = DeviceReporting if form == "class" else DeviceReporting()
-    env = ParallelEnv(3, source, devices=gpu_decisions(), mp_start_method=method)
-    env.reset()
-    at_construction, now, read_by_mujoco, device = zip(*env.device_settings(), strict=True)
-    env.close()
+    with cold_server():
+        env = ParallelEnv(3, source, devices=gpu_decisions(), mp_start_method=method)
+        env.reset()
+        at_construction, now, read_by_mujoco, device = zip(*env.device_settings(), strict=True)
+        env.close()
     assert list(now) == EXPECTED
     assert list(at_construction) == EXPECTED  # copies are made in their workers
     assert read_by_mujoco == ("egl",) * 3

@@ -137,8 +137,7 @@ def test_worker_failures_raise_worker_error(when: str, how: str, method: str | N
 @steppers
 @pytest.mark.parametrize("when", ["constructor", "reset", "step", "method"])
 def test_hanging_workers_raise_timeout_errors(when: str, in_torchrl: bool) -> None:
-    # A new worker imports its class first, which may take seconds.
-    limits = {"start_timeout": 15.0} if when == "constructor" else {"step_timeout": 3.0}
+    limits = {"start_timeout": 6.0} if when == "constructor" else {"step_timeout": 2.0}
     env = make_failing_pair(when, "hang", in_torchrl=in_torchrl, **limits)
     with expect_worker_error(env) as caught:
         call_everything(env)
@@ -147,16 +146,17 @@ def test_hanging_workers_raise_timeout_errors(when: str, in_torchrl: bool) -> No
     assert "in fail" in str(caught.value)  # the traceback names the function that hangs
 
 
+@pytest.mark.sample(ci=1)
 @steppers
 def test_limit_of_pipes_names_the_worker_that_hangs(in_torchrl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     env = make_failing_pair("step", "hang", in_torchrl=in_torchrl)
     env.reset()
     env.close()
-    monkeypatch.setattr("torchrl._utils.BATCHED_PIPE_TIMEOUT", 3.0)
+    monkeypatch.setattr("torchrl._utils.BATCHED_PIPE_TIMEOUT", 2.0)
     with expect_worker_error(env) as caught:
         env.rollout(5)
     assert (caught.value.worker, caught.value.kind) == (1, "timeout")
-    assert "did not answer within 3 s" in str(caught.value)
+    assert "did not answer within 2 s" in str(caught.value)
 
 
 @pytest.mark.sample(quick=1, ci=2)

@@ -147,7 +147,7 @@ def _step_30_times(venv: Any) -> list[Any]:
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_gymnasium_vector_environments_accept_the_factories(method: str) -> None:
     gc.collect()  # A forked process does not tolerate some libraries' objects that other tests left.
     env = make_changed_line()
@@ -163,7 +163,7 @@ ASYNC = script_with_pools("", "[gym.vector.AsyncVectorEnv]", "envs.reset(seed=0)
 @pytest.mark.sample(ci=2)
 @pytest.mark.parametrize("launch_mode", ["-c", "notebook", "script", "stdin"])
 def test_classes_of_the_main_module_are_copied_and_stay_unchanged(launch_mode: str, tmp_path: Path) -> None:
-    assert "as expected" in run_program(launch_mode, DEFINITIONS + CHECKS + ASYNC, tmp_path)
+    assert "as expected" in run_program(launch_mode, DEFINITIONS + CHECKS + ASYNC, tmp_path, preloaded="torch")
 
 
 def test_stable_retro_game_is_built_by_its_name() -> None:

@@ -199,5 +199,5 @@ for kind in ({NAME}.Env, Cell):
 @pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("launch_mode", [launch_mode for launch_mode in LAUNCH_MODES if launch_mode != "script"])
 def test_modules_are_found_if_the_working_directory_changed_before_the_import(launch_mode: str, tmp_path: Path) -> None:
-    lines = run_program(launch_mode, OF_A_NOTEBOOK, tmp_path).splitlines()
+    lines = run_program(launch_mode, OF_A_NOTEBOOK, tmp_path, preloaded="torch").splitlines()
     assert lines == ["(2.0, 2.0) shared-state", "(3.0, 3.0) shared-state"]

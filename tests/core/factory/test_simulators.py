@@ -114,7 +114,9 @@ MADE: dict[str, Callable[[], Any]] = {
     "SB3, Atari": lambda: _wrap_sb3("atari_wrappers", "AtariWrapper", _make_pong(frameskip=1)),
     "SB3, Monitor": lambda: _wrap_sb3("monitor", "Monitor", gym.make("CartPole-v1")),
 }  # fmt: skip
-SLOW = {name for name in MADE if "robosuite" in name or name in ("composer", "chess", "CarRacing", "pistonball")}
+# The imports of robosuite and TorchRL take seconds in the other process.
+_SLOW_PARTS = ("robosuite", "TorchRL", "GymWrapper", "transforms", "Norm", "composer", "chess", "CarRacing", "piston")
+SLOW = {name for name in MADE if any(part in name for part in _SLOW_PARTS)}
 
 
 @pytest.mark.sample(quick=5, ci=20)
@@ -175,7 +177,7 @@ CHANGED: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=pytest.mark.slow) if row[1] in (_make_robosuite, MADE["pistonball"]) else n
+        pytest.param(n, marks=pytest.mark.slow) if row[1] in [_make_robosuite, *(MADE[m] for m in SLOW)] else n
         for n, row in CHANGED.items()
     ],
 )

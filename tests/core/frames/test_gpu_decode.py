@@ -1,6 +1,6 @@
 """The decoder for GPUs returns the same stacks as that for CPUs. Without a GPU, Triton interprets its kernel.
 
-Without Triton, which test_jax_venv.py has, these tests are skipped.
+Without Triton, which .venv-jax has, these tests are skipped.
 """
 
 from __future__ import annotations

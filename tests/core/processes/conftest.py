@@ -1,4 +1,4 @@
-"""Fixtures of the worker tests: start methods, and the end of the fork server."""
+"""Fixtures of the worker tests: start methods, and fork servers as users have them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_ext_core.processes.server import stop_server
 from tests.core.processes.worker_groups import METHODS
+from tests.worker_servers import cold_server
 
 
-@pytest.fixture(autouse=True, scope="session")
-def stop_fork_server() -> Iterator[None]:
-    """Stop the fork server at the end of the session."""
-    yield
-    stop_server()
+@pytest.fixture(autouse=True, scope="module")
+def servers_without_libraries() -> Iterator[None]:
+    """Start servers without the tests' libraries. The workers do not need them, and some tests replace servers."""
+    with cold_server():
+        yield
 
 
 @pytest.fixture(params=METHODS)

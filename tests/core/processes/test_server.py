@@ -58,6 +58,7 @@ def test_preloaded_modules_are_loaded_in_workers(module: Path) -> None:
 def test_forked_workers_share_the_modules_and_objects_of_their_parent(module: Path) -> None:
     """Without that, each of them imports the modules and copies the parent's memory."""
     module.write_text("")
+    gc.unfreeze()  # objects that the test session has frozen
     with group("fork", 1, preload=["preloaded_module", "module_that_does_not_exist"]) as workers:
         assert "preloaded_module" in workers.ask(0, "modules")
         assert "preloaded_module" in sys.modules
@@ -135,6 +136,7 @@ def test_dead_server_is_replaced_and_its_workers_are_killed() -> None:
     with group("forkserver") as workers:
         pids = [workers.ask(worker, "pid") for worker in range(3)]
         first = psutil.Process(pids[0]).ppid()
+        assert first != os.getpid()
         failed = pytest.raises(
             WorkerError, match="ended in step; its exit code is unknown: the fork server that started it was"
         )
