@@ -26,7 +26,6 @@ EVENT_LOG = "RL_EXT_TEST_EVENT_LOG"
 
 
 def log_event(event: str) -> None:
-    """Append an event of an environment in this process to the log."""
     if EVENT_LOG in os.environ:
         with Path(os.environ[EVENT_LOG]).open("a") as file:
             file.write(f"{os.getpid()} {event}\n")
@@ -118,7 +117,6 @@ class Failing(Well):
         self._fail_if_due("constructor")
 
     def _fail_if_due(self, occasion: str) -> None:
-        """Fail in the given way if this is the given occasion."""
         if occasion == self.when:
             fail(self.how)
 

@@ -67,7 +67,6 @@ def test_rollouts_transforms_and_collectors_use_the_fast_path(make: Any) -> None
 
 
 def set_names(env: Any, data: Any) -> Any:
-    """Name the dimension of a TensorDict, and return it."""
     data.names = ["env"]
     return data
 
@@ -249,14 +248,6 @@ def test_overrides_of_upstream_methods_that_are_never_called_are_rejected(
         env.rollout(3)
 
 
-def test_overridden_rand_action_is_called() -> None:
-    draws = make_overriding_subclass(
-        GymWrapper, "rand_action", lambda data: data.set("action", torch.tensor([0, 0, 1]))
-    )
-    rollout = TransformedEnv(draws(Walk()), StepCounter()).rollout(20, break_when_any_done=False)
-    assert rollout["action"][:, 2].all()
-
-
 # -- environments, options and specs that are set
 
 
@@ -295,18 +286,6 @@ def test_changed_environment_option_or_spec_takes_effect(name: str, played: bool
         return seeded_rollout(env, 30)
 
     assert_same(rollout(GymWrapper), rollout(upstream.GymWrapper))
-
-
-def test_vector_env_replaced_between_step_and_reset_is_fully_reset() -> None:
-    env = GymWrapper(make_vector_env([lambda: Walk(2, 2), lambda: Walk(4, 4)], 2, "SameStep"))
-    data = env.reset(seed=0)
-    for _ in range(2):
-        data = env.step_mdp(env.rand_step(data))  # the first row is done
-    env._env = make_vector_env(lambda: Walk(7, 7), 2, "SameStep")
-    env._env.reset(seed=1)
-    data = env.maybe_reset(data)
-    rollout = env.rollout(5, break_when_any_done=False, auto_reset=False, tensordict=data)
-    assert rollout["next", "observation"][:, :, 1].tolist()[0] == [1, 2, 3, 4, 5]
 
 
 def test_wrappers_work_in_place_of_torchrls_classes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,6 @@ def wait_for_processes(mark: str) -> list[str]:
 
 
 def has_variable(process: psutil.Process, mark: str) -> bool:
-    """Return whether a process has the variable with this value."""
     try:
         return process.environ().get("LAB2D_LOG") == mark
     except psutil.Error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import textwrap
 import time
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import psutil
 import pytest
 
 from tests import programs
-from tests.launch_modes import LAUNCH_MODES, run_program
 from tests.torchrl_ext.parallel_checks import ROOT
 
 pytestmark = pytest.mark.slow
@@ -90,11 +88,8 @@ def _processes_of_script(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("guarded", [False, True], ids=["unguarded", "guarded"])
-def test_classes_and_ids_of_a_script_reach_workers(guarded: bool, tmp_path: Path) -> None:
-    text = OWN + ('if __name__ == "__main__":\n' + textwrap.indent(USES, "    ") if guarded else USES)
-    code, out, err = wait_for_script(start_script(tmp_path, text), tmp_path)
+def test_classes_and_ids_of_a_script_without_guard_reach_workers(tmp_path: Path) -> None:
+    code, out, err = wait_for_script(start_script(tmp_path, OWN + USES), tmp_path)
     assert (code, err) == (0, "")
     assert [float(line.split()[0]) for line in out.splitlines()] == PRINTED
     assert [float(line.split()[1]) for line in out.splitlines()] == [2 * size for size in PRINTED]
@@ -110,13 +105,9 @@ open("running", "w").close()
 )
 
 
-@pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("last", ["", "del env"])
-def test_scripts_without_close_exit_cleanly(last: str, tmp_path: Path) -> None:
-    begin = time.monotonic()
-    code, _, err = wait_for_script(start_script(tmp_path, ENDS + last), tmp_path)
+def test_scripts_without_close_exit_cleanly(tmp_path: Path) -> None:
+    code, _, err = wait_for_script(start_script(tmp_path, ENDS), tmp_path)
     assert (code, err) == (0, "")
-    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.sample(quick=0, ci=1)
@@ -134,42 +125,3 @@ def test_interrupted_or_killed_scripts_leave_no_process(signal_: signal.Signals,
     if signal_ == signal.SIGINT:
         assert err.count("Traceback") == 1
         assert err.splitlines()[-1] == "KeyboardInterrupt"
-
-
-WRAPPED = """
-import gymnasium, numpy, torch
-from torchrl_ext import GymWrapper
-
-LEVEL = 1.0
-calls = []
-
-class Own(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(-9, 9, (1,))
-    action_space = gymnasium.spaces.Discrete(2)
-    def reset(self, *, seed=None, options=None):
-        self.steps = 0
-        return numpy.zeros(1, numpy.float32), {}
-    def step(self, action):
-        self.steps += 1
-        calls.append(action)
-        return numpy.full(1, LEVEL, numpy.float32), LEVEL, self.steps >= 3, False, {}
-
-class Doubles(GymWrapper):
-    def _step(self, tensordict):
-        out = super()._step(tensordict)
-        return out.set("reward", out["reward"] * 2)
-
-env, doubles = GymWrapper(Own()), Doubles(Own())
-env.rollout(5, break_when_any_done=False)
-# %%
-LEVEL = 4.0
-rewards = [each.rollout(4, break_when_any_done=False)["next", "reward"].flatten().tolist() for each in (env, doubles)]
-print(rewards, len(calls))
-"""
-
-
-@pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
-def test_wrapper_uses_current_globals_of_the_main_module(launch_mode: str, tmp_path: Path) -> None:
-    printed = run_program(launch_mode, WRAPPED, tmp_path, preloaded="torchrl")
-    assert printed.strip().endswith("[[4.0, 4.0, 4.0, 4.0], [8.0, 8.0, 8.0, 8.0]] 13")
