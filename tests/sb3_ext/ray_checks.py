@@ -40,7 +40,6 @@ def register_check(function: Check) -> Check:
 
 
 def actor_processes() -> list[psutil.Process]:
-    """Return the processes of Ray actors that this process has started."""
     return [child for child in psutil.Process().children(recursive=True) if "ray::Actor" in child.name()]
 
 

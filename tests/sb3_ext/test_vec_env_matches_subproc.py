@@ -24,11 +24,10 @@ from stable_baselines3.common.vec_env import (
 )
 
 from rl_ext_core.processes.server import stop_server
-from sb3_ext import AutoVecEnv
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, open_vec_env_pair, rollout
-from tests.sb3_ext.vec_test_envs import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, Returning, ReusedArrayEnv
+from tests.sb3_ext.vec_test_envs import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, Returning
 
 
 def compare_with_subproc(
@@ -99,18 +98,6 @@ def test_seeds_and_options_apply_to_next_reset_only() -> None:
         assert ours.reset_infos == [{"seed": None, "options": None}] * 3
 
 
-def test_last_observation_is_copied_if_environments_reuse_their_array() -> None:
-    """SB3's workers pickle it after the reset has overwritten it."""
-    actions = [np.zeros(2, np.int64)] * 30
-    found = []
-    for kind in (ReusedArrayEnv, RandomEnv):
-        venv = SharedMemoryVecEnv([functools.partial(kind, "Dict", infos=False)] * 2, FAST, n_workers=1)
-        found.append(rollout(venv, actions))
-        venv.close()
-    assert_equal(*found)
-    assert any("terminal_observation" in info for step in found[0][2:] for info in step[3])
-
-
 @pytest.mark.parametrize(
     ("space", "observation"),
     [
@@ -137,20 +124,6 @@ def test_observations_of_other_dtypes_equal_those_of_dummy_vec_env(space: Any, o
     said = [str(one.message).partition(", cannot hold")[0] for one in caught if one.category is UserWarning]
     text = f"environment 0 returns observations with values that the dtype of its observation space, {space}"
     assert said == ([] if fits else [text])
-
-
-def test_auto_vec_env_in_workers_returns_results_of_dummy_vec_env() -> None:
-    """SubprocVecEnv returns rewards in the environments' dtype, DummyVecEnv as float32."""
-    build = functools.partial(RandomEnv, rewards="large int")
-    chosen, theirs = AutoVecEnv([build] * 2, isolation="process", start_method=FAST), DummyVecEnv([build] * 2)
-    assert isinstance(chosen, SharedMemoryVecEnv)
-    for venv in (chosen, theirs):
-        venv.seed(5)
-    assert_equal(chosen.reset(), theirs.reset())
-    for action in np.random.default_rng(0).integers(4, size=(20, 2)):
-        assert_equal(chosen.step(action), theirs.step(action))
-        assert_equal(chosen.reset_infos, theirs.reset_infos)
-    chosen.close()
 
 
 # -- other methods, wrappers and training
@@ -201,7 +174,6 @@ def test_methods_return_results_of_subproc_vec_env() -> None:
 
 
 def cart_pole() -> gym.Env[Any, Any]:
-    """Make CartPole in a Monitor."""
     return Monitor(gym.make("CartPole-v1"))
 
 
