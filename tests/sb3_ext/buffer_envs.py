@@ -87,7 +87,6 @@ class Camera(gym.Wrapper[dict[str, np.ndarray], int, np.ndarray, int]):
         )
 
     def _with_vector(self, image: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the dict observation that contains an image."""
         env: Any = self.unwrapped
         return {"image": image, "place": np.array([env._place, env._steps], dtype=np.float32)}
 
@@ -155,7 +154,6 @@ def _copy_observation(obs: Any) -> Any:
 
 
 def _replace_observation(obs: Any, env: int, other: Any) -> None:
-    """Overwrite the observation of one environment in a batch."""
     for key in obs if isinstance(obs, dict) else [None]:
         target, value = (obs, other) if key is None else (obs[key], other[key])
         target[env] = value

@@ -102,7 +102,6 @@ def make_small_buffers() -> tuple[CompressedReplayBuffer, ReplayBuffer]:
 
 @pytest.fixture(scope="module")
 def saved_buffer() -> bytes:
-    """Return a pickled replay buffer."""
     return pickle.dumps(make_small_buffers()[0], protocol=pickle.HIGHEST_PROTOCOL)
 
 

@@ -34,7 +34,6 @@ ENVS: dict[str, Any] = {
 
 
 def make_compressed(kind: str, rows: int, venv: Any, **options: Any) -> Any:
-    """Return a compressed replay buffer for these environments."""
     return make_buffers_for(kind, rows, venv, **options)[0]
 
 

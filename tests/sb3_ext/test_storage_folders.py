@@ -39,7 +39,6 @@ def make_model(folder: Path, **options: Any) -> DQN:
 
 
 def size_of_folder(folder: Path) -> int:
-    """Return the number of transitions in the folder of a model."""
     buffer = make_model(folder, resume=True).replay_buffer
     size: int = buffer.size()
     buffer.close()

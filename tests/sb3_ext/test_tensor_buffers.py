@@ -34,7 +34,6 @@ def copy(value: Any) -> Any:
 
 
 def assert_equal_samples(found: BaseBuffer, expected: BaseBuffer, count: int = 40) -> None:
-    """Compare samples bit for bit."""
     batches = []
     for buffer in (found, expected):
         np.random.seed(0)
@@ -116,7 +115,6 @@ def test_refused_transitions_change_nothing() -> None:
 
 
 def nbytes_of(buffer: TensorReplayBuffer) -> int:
-    """Return the memory of all tensors of a buffer."""
     tensors = [*vars(buffer).values(), *vars(buffer._last).values()]
     parts = [part for value in tensors for part in (value.values() if isinstance(value, dict) else [value])]
     return sum(part.numel() * part.itemsize for part in parts if isinstance(part, torch.Tensor))

@@ -45,7 +45,6 @@ def make_pong() -> VecEnv:
 
 
 def make_pendulum() -> VecEnv:
-    """Return two Pendulum environments in a VecNormalize."""
     return VecNormalize(make_vec_env("Pendulum-v1", n_envs=2, seed=0))
 
 
@@ -53,6 +52,7 @@ CASES: dict[str, tuple[Any, str, Any, Any]] = {
     "PPO of a dictionary": (PPO, "MultiInputPolicy", dict_env, ROLLOUT["dict"]),
     "MaskablePPO": (MaskablePPO, "CnnPolicy", lambda: Masked(image_env()), ROLLOUT["maskable"]),
     "DQN of Pong": (DQN, "CnnPolicy", make_pong, REPLAY["plain"]),
+    "DQN with n-step returns": (DQN, "CnnPolicy", image_env, REPLAY["n-step"]),
     "SAC with hindsight": (SAC, "MultiInputPolicy", lambda: make_reach_vec_env(size=36), REPLAY["hindsight"]),
     "TD3 of normalized vectors": (TD3, "MlpPolicy", make_pendulum, REPLAY["plain"]),
     "PPO of RGB, channels last": (PPO, "CnnPolicy", lambda: image_env(3, 2, first=False), ROLLOUT["plain"]),
