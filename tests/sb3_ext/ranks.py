@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import Logger
 from torch.distributions import normal
 
 from sb3_ext import GymVecEnv, tensor
+from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.tensor_envs import Points
 
 N, T, B = 8, 16, 32  # environments, steps and minibatch of a rank
@@ -57,11 +57,8 @@ def model_of(name: str, rank: int, n: int, *, normalized: bool = False, **option
     sizes: dict[str, Any] = {"PPO": {"n_steps": T, "batch_size": B, "n_epochs": 2}}.get(name, {})
     if name in ("SAC", "TD3", "DQN"):
         sizes = {"learning_starts": 64, "batch_size": 16}
-    model = getattr(tensor, name)(
-        "MlpPolicy", env, **{"seed": 3, "device": "cpu", "policy_kwargs": {"net_arch": [8]}, **sizes, **options}
-    )
-    model.set_logger(Logger(None, []))
-    return model
+    defaults = {"seed": 3, "device": "cpu", "policy_kwargs": {"net_arch": [8]}, **sizes}
+    return without_logger(getattr(tensor, name)("MlpPolicy", env, **{**defaults, **options}))
 
 
 def share_random_numbers(rank: int) -> None:

@@ -31,7 +31,7 @@ from rl_ext_core.vector import SharedMemoryVectorEnv, autoreset
 from sb3_ext import GymVecEnv, _compat, make_vec_env
 from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import action_of, assert_equal, rollout
-from tests.sb3_ext.vec_test_envs import OBSERVATIONS, RandomEnv
+from tests.sb3_ext.vec_test_envs import OBSERVATIONS, RandomEnv, cart_pole
 from tests.torchrl_ext.environments import IsaacByIds, SameStep, VectorRewards
 
 
@@ -54,9 +54,6 @@ class Images(RandomEnv):
 
     def return_arguments(self, **arguments: Any) -> dict[str, Any]:
         return arguments
-
-
-cart_pole = functools.partial(gym.make, "CartPole-v1", max_episode_steps=30)
 
 
 class PassThrough(VectorWrapper[Any, Any, Any, Any, Any]):

@@ -21,7 +21,6 @@ from gymnasium.vector import SyncVectorEnv
 from stable_baselines3.common.callbacks import BaseCallback, CheckpointCallback, EvalCallback, StopTrainingOnMaxEpisodes
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.noise import OrnsteinUhlenbeckActionNoise
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
@@ -30,6 +29,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.vector.array_frameworks import map_arrays
 from sb3_ext import GymVecEnv, tensor
 from sb3_ext.tensor import TensorReplayBuffer, TensorVecNormalize
+from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.tensor_envs import AnySpaces, Points
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -66,13 +66,7 @@ def make_model(name: str, module: Any = tensor, env: Any = None, *, normalized: 
         env = make_env(module is tensor, normalized=normalized, discrete=name == "DQN", **of_env)
     policy = "MultiInputPolicy" if isinstance(env.observation_space, spaces.Dict) else "MlpPolicy"
     defaults = {"seed": 0, "device": "cpu", **OPTIONS[name], **small()}
-    return quiet(getattr(module, name)(policy, env, **{**defaults, **options}))
-
-
-def quiet(model: Any) -> Any:
-    """Set a logger without outputs, because the default one makes a temporary folder."""
-    model.set_logger(Logger(None, []))
-    return model
+    return without_logger(getattr(module, name)(policy, env, **{**defaults, **options}))
 
 
 def assert_equal_weights(model: Any, other: Any) -> None:
@@ -233,7 +227,9 @@ def test_single_environments_are_wrapped_and_their_images_transposed() -> None:
             return self.reset()[0], float(action), False, bool(self.np_random.integers(4) == 0), {}
 
     options: dict[str, Any] = {"n_steps": 8, "batch_size": 8, "n_epochs": 1, "seed": 0, "device": "cpu"}
-    assert_equal_weights(*(quiet(module.PPO("CnnPolicy", Image(), **options)).learn(16) for module in (tensor, sb3)))
+    assert_equal_weights(
+        *(without_logger(module.PPO("CnnPolicy", Image(), **options)).learn(16) for module in (tensor, sb3))
+    )
 
 
 @pytest.mark.parametrize("name", ["PPO", "SAC"])
@@ -244,7 +240,7 @@ def test_training_continues_without_reset(name: str, tmp_path: Path) -> None:
         model = make_model(name, module, normalized=True).learn(64)
         model.save(tmp_path / "model.zip")
         env, buffer = model.env, getattr(model, "replay_buffer", None)
-        model = quiet(getattr(module, name).load(tmp_path / "model.zip", env, device="cpu", force_reset=False))
+        model = without_logger(getattr(module, name).load(tmp_path / "model.zip", env, device="cpu", force_reset=False))
         model.replay_buffer = buffer
         torch.manual_seed(0)
         np.random.seed(0)
@@ -482,7 +478,9 @@ def test_environments_that_do_not_fit_are_refused() -> None:
 def test_algorithms_on_arrays_are_refused_on_tensors(kind: Any) -> None:
     said = rf"{kind.__name__} works on arrays.* Leave out tensors=True.*from sb3_ext.tensor import A2C, DQN, PPO"
     for env in (make_env(True), make_env(True, normalized=True)):
-        model = quiet(kind("MlpLstmPolicy" if "Recurrent" in kind.__name__ else "MlpPolicy", env, device="cpu"))
+        model = without_logger(
+            kind("MlpLstmPolicy" if "Recurrent" in kind.__name__ else "MlpPolicy", env, device="cpu")
+        )
         with pytest.raises(InvalidTypeError, match=said):
             model.learn(64)
 
@@ -505,7 +503,7 @@ def test_files_are_read_by_both_modules(name: str, tmp_path: Path) -> None:
         for path in paths.values():
             env = make_env(reader is tensor, discrete=name == "DQN")
             env.seed(3)
-            model = quiet(getattr(reader, name).load(path, env, device="cpu"))
+            model = without_logger(getattr(reader, name).load(path, env, device="cpu"))
             assert len(model.ep_info_buffer) > 0
             if name in ("SAC", "TD3", "DQN"):
                 model.load_replay_buffer(f"{path}.pkl")

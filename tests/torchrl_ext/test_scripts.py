@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests import programs
+from tests.ray_scripts import MARK, wait_for_marked_processes
 from tests.torchrl_ext.parallel_checks import ROOT
 
 pytestmark = pytest.mark.slow
@@ -62,31 +61,19 @@ PRINTED = [8, 8, 7, 7, 1, 9, 9, 9, 9]
 def start_script(folder: Path, text: str) -> programs.Program:
     """Write a script to a folder, and start it in a new session."""
     (folder / "script.py").write_text(text)
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'shared'}", "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    own = {"PYTHONPATH": f"{ROOT}:{ROOT / 'shared'}", "TORCHINDUCTOR_CACHE_DIR": str(folder), MARK: str(folder)}
+    environ = {**os.environ, **own}
     return programs.start(text, "torchrl", file=folder / "script.py", cwd=folder, environ=environ)
 
 
 def wait_for_script(program: programs.Program, folder: Path, timeout_s: float = 150.0) -> tuple[int, str, str]:
     """Wait for a script, and assert that it leaves no process."""
     done = program.wait(timeout_s)
-    end = time.monotonic() + 120
-    while (left := _processes_of_script(folder)) and time.monotonic() < end:
-        time.sleep(0.05)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
+    left = wait_for_marked_processes(str(folder))
+    for process in left:
+        process.kill()
     assert not left
     return done.returncode, done.stdout, done.stderr
-
-
-def _processes_of_script(folder: Path) -> list[int]:
-    """Find a script's processes by an environment variable, which workers inherit."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            variables = {} if process.status() == psutil.STATUS_ZOMBIE else process.environ()
-            if variables.get("TORCHINDUCTOR_CACHE_DIR") == str(folder):
-                found.append(process.pid)
-    return found
 
 
 def test_classes_and_ids_of_a_script_without_guard_reach_workers(tmp_path: Path) -> None:
