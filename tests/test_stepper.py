@@ -921,7 +921,7 @@ pytestmark = warnings_of_envpool
 IDS = [f"{name}-{mode.value}" for name, mode in CASES]
 
 
-@pytest.mark.sample(quick=10, ci=48)
+@pytest.mark.sample(quick=16, ci=56)
 @pytest.mark.parametrize("library", DRIVERS)
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
 def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library: str) -> None:

@@ -36,7 +36,7 @@ from tests.torchrl_ext.environments import IsaacByIds, SameStep, VectorRewards
 
 
 class Images(RandomEnv):
-    """RandomEnv of images with a mark, and infos whose keys depend on the step."""
+    """RandomEnv of images with a mark, and infos whose keys depend on the first pixel."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 7}  # noqa: RUF012
     mark = 0
@@ -49,8 +49,9 @@ class Images(RandomEnv):
         return super().reset(**given)[0], {"fresh": 1}
 
     def step(self, action: Any) -> Any:
-        observation, _, *flags, info = super().step(action)
-        return observation, float(action) + 0.1, *flags, {"left": info["n"], **({"odd": True} if info["n"] % 2 else {})}
+        observation, _, *flags, _ = super().step(action)
+        first = int(observation[0, 0, 0])
+        return observation, float(action) + 0.1, *flags, {"left": first, **({"odd": True} if first % 2 else {})}
 
     def return_arguments(self, **arguments: Any) -> dict[str, Any]:
         return arguments
@@ -93,7 +94,7 @@ def test_observation_spaces_give_results_of_dummy_vec_env(observations: str, kin
     assert_equal(found, expected)
 
 
-def isaac(**attributes: Any) -> IsaacByIds:
+def make_isaac(**attributes: Any) -> IsaacByIds:
     """Make an imitation of Isaac Lab with four rows, and set attributes."""
     env = IsaacByIds(4, final_obs=True)
     for name, value in attributes.items():
@@ -101,7 +102,7 @@ def isaac(**attributes: Any) -> IsaacByIds:
     return env
 
 
-def returning(method: str, place: int, value: Any) -> Any:
+def make_returning(method: str, place: int, value: Any) -> Any:
     """Make a batch whose ``reset`` or ``step`` returns a wrong value in a place."""
     env = SameStep([3, 4], "batch")
     called = getattr(env, method)
@@ -111,7 +112,7 @@ def returning(method: str, place: int, value: Any) -> Any:
     return env
 
 
-def late(env: Any) -> Any:
+def set_next_step_mode(env: Any) -> Any:
     """Make an environment say that it resets rows one step late."""
     env.metadata = {"autoreset_mode": "NextStep"}
     return env
@@ -120,21 +121,37 @@ def late(env: Any) -> Any:
 NOT_A_DICT = "expected a dict of arrays, or a list with a dict for each"
 SMALL = spaces.Dict({"policy": spaces.Box(0, 1, (3,))})
 REFUSED: list[tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = [
-    (lambda: late(SameStep([2], None)), {}, InvalidArgumentError, 'use autoreset_mode="Disabled"'),
+    (lambda: set_next_step_mode(SameStep([2], None)), {}, InvalidArgumentError, 'use autoreset_mode="Disabled"'),
     (lambda: gym.make("CartPole-v1"), {}, InvalidTypeError, "make_vec_env"),
     (lambda: DummyVecEnv([cart_pole]), {}, InvalidTypeError, "Use it without GymVecEnv"),
     (lambda: SyncVectorEnv([cart_pole]), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),
     (lambda: SyncVectorEnv([cart_pole]), {"clip_actions": "x"}, InvalidArgumentError, "clip_actions='x' is not a pos"),
-    *((isaac, {option: "x"}, InvalidArgumentError, f"{option}='x'") for option in ("env_type", "missing_final_obs")),
-    (isaac, {"infos": "x"}, InvalidArgumentError, "infos='x'"),
-    (isaac, {"clip_actions": None}, InvalidArgumentError, r"clip_actions=1\.0"),
-    (isaac, {"clip_actions": -1}, InvalidArgumentError, "clip_actions=-1"),
-    (isaac, {"observation_key": "x"}, InvalidArgumentError, "observation_key='x' is not in .*expected one of 'policy'"),
-    (lambda: isaac(single_observation_space=object()), {}, InvalidTypeError, "expected one of gymnasium's"),
-    (lambda: isaac(final_obs=False), {}, EnvironmentOutputError, "compute_final_obs"),
-    (lambda: isaac(single_observation_space=SMALL), {}, EnvironmentOutputError, "as in its observation space"),
-    *((lambda v=v: returning("reset", 1, v), {}, EnvironmentOutputError, NOT_A_DICT) for v in ([{}], [], "text", None)),
-    (lambda: returning("step", 1, np.ones(3)), {}, EnvironmentOutputError, r"rewards of shape \(3,\); expected \(2,\)"),
+    *(
+        (make_isaac, {option: "x"}, InvalidArgumentError, f"{option}='x'")
+        for option in ("env_type", "missing_final_obs")
+    ),
+    (make_isaac, {"infos": "x"}, InvalidArgumentError, "infos='x'"),
+    (make_isaac, {"clip_actions": None}, InvalidArgumentError, r"clip_actions=1\.0"),
+    (make_isaac, {"clip_actions": -1}, InvalidArgumentError, "clip_actions=-1"),
+    (
+        make_isaac,
+        {"observation_key": "x"},
+        InvalidArgumentError,
+        "observation_key='x' is not in .*expected one of 'policy'",
+    ),
+    (lambda: make_isaac(single_observation_space=object()), {}, InvalidTypeError, "expected one of gymnasium's"),
+    (lambda: make_isaac(final_obs=False), {}, EnvironmentOutputError, "compute_final_obs"),
+    (lambda: make_isaac(single_observation_space=SMALL), {}, EnvironmentOutputError, "as in its observation space"),
+    *(
+        (lambda v=v: make_returning("reset", 1, v), {}, EnvironmentOutputError, NOT_A_DICT)
+        for v in ([{}], [], "text", None)
+    ),
+    (
+        lambda: make_returning("step", 1, np.ones(3)),
+        {},
+        EnvironmentOutputError,
+        r"rewards of shape \(3,\); expected \(2,\)",
+    ),
     (lambda: SyncVectorEnv([VectorRewards] * 2), {}, EnvironmentOutputError, r"a reward of the shape \(2,\)"),
 ]
 
@@ -208,7 +225,7 @@ def test_methods_attributes_and_actions_of_environments_on_tensors() -> None:
 
 def test_spaces_of_other_libraries_are_converted_and_observation_key_selects_one() -> None:
     box = types.SimpleNamespace(shape=(2,), low=-3.0, high=3.0, dtype=None)
-    env = isaac(single_observation_space=types.SimpleNamespace(spaces={"policy": box}), single_action_space=box)
+    env = make_isaac(single_observation_space=types.SimpleNamespace(spaces={"policy": box}), single_action_space=box)
     venv = GymVecEnv(env)
     assert venv.action_space == venv.observation_space == spaces.Box(-3, 3, (2,), np.float32)
     critic = GymVecEnv(Lab(), clip_actions=1, observation_key="critic").reset()
@@ -303,7 +320,7 @@ def test_infos_of_finished_and_running_envs(kind: str) -> None:
         held = venv.reset_infos
         _, _, dones, infos = venv.step(np.zeros(3, int))
     index = int(dones.argmax())
-    assert infos[index]["left"] > 0
+    assert "left" in infos[index]
     assert set(venv.reset_infos[index]) == {"fresh"}
     assert venv.reset_infos is not held
     info = infos[int(dones.argmin())]
@@ -320,6 +337,11 @@ def test_infos_of_finished_and_running_envs(kind: str) -> None:
     for copied in (info.copy(), copy.deepcopy(info), copy.copy(info), pickle.loads(pickle.dumps(info))):
         assert type(copied) is dict
         assert copied == info
+    venv = GymVecEnv(make_vector_env(kind, Images, 3, AutoresetMode.NEXT_STEP), infos="all")
+    venv.reset()
+    infos = [info for _ in range(3) for info in venv.step(np.zeros(3, int))[3]]
+    assert all(("odd" in info) == info["left"] % 2 for info in infos)
+    assert {info["left"] % 2 for info in infos} == {0, 1}
 
 
 def test_reset_discards_pending_step() -> None:

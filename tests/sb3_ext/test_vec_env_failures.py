@@ -169,7 +169,7 @@ WRONG: list[tuple[Any, str, str]] = [
 @pytest.mark.parametrize(("build", "phase", "said"), WRONG)
 def test_wrong_observations_and_infos_are_refused(build: Any, phase: str, said: str) -> None:
     with expect_failure() as found:
-        run_episodes(SharedMemoryVecEnv([functools.partial(build)] * 3, FAST))
+        run_episodes(SharedMemoryVecEnv([build] * 3, FAST))
     assert said in str(found.value)
     assert isinstance(found.value.__cause__, EnvironmentOutputError)
     assert found.value.phase == phase
