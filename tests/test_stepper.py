@@ -293,10 +293,8 @@ class CountRow:
 
 
 class SingleRowEnv:
-    """Single environment made of a vectorized one with one row, in the mode NextStep.
+    """Single environment that equals a row. It is a vectorized one with one row, in the mode NextStep.
 
-    :param env: the vectorized environment
-    :param row: number of the row that it imitates
     :param seeds: whether its reset takes a seed
     """
 
@@ -648,10 +646,7 @@ def select_numbers(info: Any, keys: Iterable[str]) -> dict[str, Any]:
 class SB3Driver:
     """Driver of an environment in GymVecEnv, with results in the form of a Turn.
 
-    :param env: the environment
-    :param row: its row of the table
     :param infos: option of GymVecEnv; with ``"finished"``, only rows that end have infos
-    :param limit: unused
     """
 
     def __init__(self, env: Any, row: TableRow, infos: str, limit: int | None = None) -> None:
@@ -703,8 +698,6 @@ class SB3Driver:
 class TorchRLDriver:
     """Driver of an environment in GymWrapper, with results in the form of a Turn.
 
-    :param env: the environment
-    :param row: its row of the table
     :param variant: ``"rollout"`` calls ``step_and_maybe_reset``, as rollouts and collectors do. ``"masks"`` calls
         ``step`` and resets rows that are done. ``"no infos"`` sets no readers of infos. ``"registered"`` calls
         ``auto_register_info_dict``. ``"GPU"`` takes the code path of GPUs, which does not read which rows are done
@@ -839,8 +832,6 @@ def compare_with_oracle(
 ) -> None:
     """Step an environment and its single environments equally, and assert equal results in each step.
 
-    :param row: row of the table
-    :param mode: autoreset mode
     :param library: makes a driver
     :param limit: number of steps after which a transform truncates episodes; default: no transform
     :param after_ends: whether episodes end before the first reset, default False
@@ -929,6 +920,10 @@ def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library:
     if "nested" in name and "SB3" in library:
         pytest.skip("Stable Baselines3 does not support nested Dicts")
     compare_with_oracle(TABLE[name], mode, DRIVERS[library])
+
+
+def test_flags_that_a_reset_clears_are_read_before_it() -> None:
+    compare_with_oracle(TABLE["EnvPool, imitation"], NEXT_STEP, DRIVERS["SB3"])
 
 
 @pytest.mark.sample(quick=2, ci=16)

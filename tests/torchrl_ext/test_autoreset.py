@@ -240,23 +240,3 @@ def test_error_names_the_wrapper_that_drops_env_ids(wrap: Any, text: str) -> Non
     env.rollout(9, break_when_any_done=False)  # without partial resets, nothing is passed on
     with pytest.raises(InvalidArgumentError, match=text):
         TransformedEnv(env, StepCounter(max_steps=5)).rollout(24, break_when_any_done=False)
-
-
-def test_editing_done_flags_does_not_change_later_resets() -> None:
-    """Rows that were reset within the step are not reset again after edits of the flags."""
-
-    def play(edits: bool) -> Any:
-        """Roll out, optionally overwriting the flags; return the observations."""
-        env = GymWrapper(make_sim())
-        data, seen = env.reset(), []
-        for _ in range(6):
-            data = env.step(data.set("action", torch.zeros(3, 2)))
-            mask = data["next", "done"].clone()
-            if edits:
-                data["next", "done"].fill_(True)
-            data = env.step_mdp(data)
-            data = env.reset(data.set("_reset", mask)) if mask.any() else data
-            seen.append(data["policy"].clone())
-        return torch.stack(seen)
-
-    assert torch.equal(play(True), play(False))
