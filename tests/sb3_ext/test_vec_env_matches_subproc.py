@@ -1,4 +1,4 @@
-"""SharedMemoryVecEnv returns the bits of SubprocVecEnv, also under wrappers and algorithms."""
+"""SharedMemoryVecEnv returns the bits of SubprocVecEnv."""
 
 from __future__ import annotations
 
@@ -10,22 +10,16 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
-from stable_baselines3 import PPO
-from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import (
     DummyVecEnv,
     SubprocVecEnv,
     VecEnv,
-    VecFrameStack,
-    VecNormalize,
 )
 
 from rl_ext_core.processes.server import stop_server
 from sb3_ext.vec_env import SharedMemoryVecEnv
-from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, open_vec_env_pair, rollout
 from tests.sb3_ext.vec_test_envs import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, Returning
 
@@ -126,7 +120,7 @@ def test_observations_of_other_dtypes_equal_those_of_dummy_vec_env(space: Any, o
     assert said == ([] if fits else [text])
 
 
-# -- other methods, wrappers and training
+# -- other methods
 
 
 class MarkWrapper(gym.Wrapper[Any, Any, Any, Any]):
@@ -171,27 +165,6 @@ def call_methods(venv: VecEnv) -> list[Any]:
 def test_methods_return_results_of_subproc_vec_env() -> None:
     with open_vec_env_pair([make_wrapped_env] * 3, n_workers=2) as (ours, theirs):
         assert_equal(call_methods(ours), call_methods(theirs))
-
-
-def cart_pole() -> gym.Env[Any, Any]:
-    return Monitor(gym.make("CartPole-v1"))
-
-
-def train_weights(venv: VecEnv) -> list[Any]:
-    """Train PPO under SB3's wrappers; return its parameters and evaluation score."""
-    torch.manual_seed(0)
-    options = {"n_steps": 64, "batch_size": 64, "n_epochs": 2, "seed": 1, "device": "cpu"}
-    venv = VecNormalize(VecFrameStack(venv, n_stack=3))
-    model = without_logger(PPO("MlpPolicy", venv, **options))
-    model.learn(400)
-    venv.seed(2)
-    score = evaluate_policy(model, venv, n_eval_episodes=4)
-    return [*(value.detach().numpy() for value in model.get_parameters()["policy"].values()), list(score)]
-
-
-def test_weights_under_wrappers_equal_those_with_subproc_vec_env() -> None:
-    with open_vec_env_pair([cart_pole] * 3, n_workers=2) as (ours, theirs):
-        assert_equal(train_weights(ours), train_weights(theirs))
 
 
 def test_workers_import_neither_torch_nor_stable_baselines3() -> None:
