@@ -15,7 +15,6 @@ import torch
 from gymnasium import spaces
 from torch.nn.functional import one_hot
 from torchrl import envs as upstream
-from torchrl.collectors import Collector
 from torchrl.data import Bounded, Categorical, Composite, OneHot, Unbounded
 from torchrl.envs import ActionMask, FlattenObservation, TransformedEnv, check_env_specs
 
@@ -513,18 +512,6 @@ def test_actions_may_have_or_lack_an_axis_of_length_one(count: int | None, in_to
         env = GymWrapper(inner, **kwargs)
         env.step(env.reset().set("action", action))
         assert np.array_equal(np.asarray(received()), expected.numpy())
-
-
-@pytest.mark.parametrize("count", [None, 3])
-def test_collector_rejects_index_policy_for_one_hot_actions(count: int | None) -> None:
-    def choose_index(data: Any) -> Any:
-        """Set actions to category indices, although the spec is one-hot."""
-        return data.set("action", torch.randint(0, 3, data["done"].shape))
-
-    env = GymWrapper(make_vector_env(Walk, count, "SameStep") if count else Walk())
-    collector = Collector(env, choose_index, frames_per_batch=6, total_frames=6, trust_policy=True)
-    with pytest.raises(InvalidArgumentError, match="categorical_action_encoding=True"):
-        next(iter(collector))
 
 
 # -- one choice for all parts of a MultiDiscrete, which TorchRL uses with a mask of its shape
