@@ -187,8 +187,9 @@ class BatchStepper:
         infos = self._infos_of_running(info, dones)
         ended: list[EndedEpisode] = []
         if len(rows):
+            time_outs = (~terminated[rows]).tolist()  # before the reset, which may write into the flags
             own, lasts, resets = self._finish_episodes(leaves, dones, rows, info)
-            ended = list(zip(rows.tolist(), own, lasts, (~terminated[rows]).tolist(), resets, strict=True))
+            ended = list(zip(rows.tolist(), own, lasts, time_outs, resets, strict=True))
         return self.layout.build_observation(leaves), rewards, dones, infos, ended
 
     def _infos_of_running(self, info: dict[str, Any], dones: Array) -> list[Any]:

@@ -96,7 +96,8 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
             ends = [*(np.flatnonzero(is_first) + 1), len(rows)]
             for first, end in zip([0, *ends[:-1]], ends, strict=True):
                 intact = starts[first] == rows[first]
-                self.ep_length[rows[first:end], env] = intact * (end - first)
+                # SB3 does not sample an episode that is as long as the buffer.
+                self.ep_length[rows[first:end], env] = intact * ((end - first) % self.buffer_size)
             if (start := self.__dict__.get("_current_ep_start")) is not None:
                 running = (start[env] + np.arange((self.pos - start[env]) % self.buffer_size)) % self.buffer_size
                 self.ep_length[running, env] = 0

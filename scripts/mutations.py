@@ -1,6 +1,6 @@
 """Make small changes of the sources, one at a time, and list those that no test detects.
 
-    python scripts/mutations.py sb3_ext/n_step_buffers.py --tests tests/sb3_ext/test_nstep.py
+    python scripts/mutations.py sb3_ext/n_step_buffers.py --tests tests/sb3_ext/test_training.py
 
 Everything happens in a copy of the tree. The tests run once unchanged, and have to pass. Then they run with each
 mutant until one fails, the tests that detected earlier mutants first. The same command continues an interrupted run.

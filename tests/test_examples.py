@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch as th
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.evaluation import evaluate_policy
 
 from scripts.run_notebooks import KERNEL, code_digest, write_kernel
 from tests.core.devices.fakes.build import skip_or_fail
@@ -28,12 +27,10 @@ NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 
 def read(notebook: Path) -> Any:
-    """Read a notebook."""
     return nbformat.read(notebook, as_version=4)
 
 
 def run_notebook(name: str, folder: Path, variables: dict[str, str], **options: Any) -> str:
-    """Run a notebook in a folder, and return its printed output."""
     notebook = read(EXAMPLES / name)
     client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}, **options)
     client.execute(env=variables)
@@ -130,7 +127,6 @@ def test_retro_notebook_trains(tmp_path: Path, variables: dict[str, str]) -> Non
 
 @pytest.fixture
 def recurrent_dqn(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import the example of a recurrent DQN."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     return importlib.import_module("recurrent_dqn")
 
@@ -185,31 +181,6 @@ def test_recurrent_dqn_computes_the_same_q_values_from_stored_states_as_while_ac
     assert not states[:, starts].any()
     oldest = th.from_numpy(batch.rows == replay.pos)  # whether it starts an episode is unknown
     assert states[:, ~starts & ~oldest].any(dim=2).all()
-
-
-def test_recurrent_dqn_predicts_and_resumes_after_loading(recurrent_dqn: Any, tmp_path: Path) -> None:
-    model = make_recurrent_dqn(recurrent_dqn, burn_in=0)
-    model.learn(100)
-    model.save(tmp_path / "model")
-    model.save_replay_buffer(tmp_path / "replay")
-    env = make_vec_env(recurrent_dqn.TMaze, n_envs=2, seed=1)
-    loaded = without_logger(recurrent_dqn.RecurrentDQN.load(tmp_path / "model", env=env))
-    test_env = make_vec_env(recurrent_dqn.TMaze, n_envs=2, seed=1)
-    returns = []
-    for agent in (model, loaded):
-        test_env.seed(2)
-        returns.append(evaluate_policy(agent, test_env, 10, return_episode_rewards=True))
-    assert returns[0] == returns[1]
-    loaded.learn(20, reset_num_timesteps=False)
-    assert loaded.num_timesteps == model.num_timesteps + 20
-    loaded.load_replay_buffer(tmp_path / "replay")
-    assert np.array_equal(loaded.replay_buffer.lstm_states, model.replay_buffer.lstm_states)
-    obs = test_env.reset()
-    actions, states = loaded.predict(obs, deterministic=True)
-    again, _ = loaded.predict(obs, states, episode_start=np.ones(2), deterministic=True)
-    assert np.array_equal(actions, again)
-    single, _ = loaded.predict(obs[0], deterministic=True)
-    assert single == actions[0]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack,
 
 import sb3_ext
 from sb3_ext import contrib
+from tests.sb3_ext.vec_checks import assert_equal
 
 
 class Sprite(gym.Env[np.ndarray, int]):
@@ -87,7 +88,6 @@ class Camera(gym.Wrapper[dict[str, np.ndarray], int, np.ndarray, int]):
         )
 
     def _with_vector(self, image: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the dict observation that contains an image."""
         env: Any = self.unwrapped
         return {"image": image, "place": np.array([env._place, env._steps], dtype=np.float32)}
 
@@ -155,7 +155,6 @@ def _copy_observation(obs: Any) -> Any:
 
 
 def _replace_observation(obs: Any, env: int, other: Any) -> None:
-    """Overwrite the observation of one environment in a batch."""
     for key in obs if isinstance(obs, dict) else [None]:
         target, value = (obs, other) if key is None else (obs[key], other[key])
         target[env] = value
@@ -316,7 +315,7 @@ def assert_same_draws(draw: Callable[[Any], Any], ours: Any, theirs: Any, seed: 
         np.random.seed(seed)
         found.append((draw(buffer), np.random.get_state()))
     (left, left_state), (right, right_state) = found
-    assert_equal_bits(left, right)
+    assert_equal(left, right)
     assert str(left_state) == str(right_state)
     assert (left_state[1] == right_state[1]).all()
 
@@ -336,22 +335,6 @@ def assert_same(ours: Any, theirs: Any, batch_size: int = 40, env: Any = None) -
         return
     for seed in range(3):
         assert_same_draws(lambda buffer: buffer.sample(batch_size, env=env), ours, theirs, seed)
-
-
-def assert_equal_bits(left: Any, right: Any, name: str = "") -> None:
-    """Check that tensors, or dicts and tuples of tensors, have equal bits."""
-    assert type(left) is type(right), name
-    if isinstance(left, dict):
-        assert list(left) == list(right)
-        for key in left:
-            assert_equal_bits(left[key], right[key], f"{name}[{key!r}]")
-    elif isinstance(left, tuple):
-        names = getattr(left, "_fields", range(len(left)))
-        for part, mine, other in zip(names, left, right, strict=True):
-            assert_equal_bits(mine, other, f"{name}.{part}")
-    elif left is not None:
-        assert (left.dtype, left.shape, left.device) == (right.dtype, right.shape, right.device), name
-        assert left.numpy().tobytes() == right.numpy().tobytes(), name
 
 
 def assert_same_batches(ours: Any, theirs: Any, batch_size: int | None) -> None:

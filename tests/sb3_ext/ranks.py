@@ -12,77 +12,53 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import Logger
 from torch.distributions import normal
 
 from sb3_ext import GymVecEnv, tensor
+from tests.sb3_ext.buffer_envs import without_logger
+from tests.sb3_ext.tensor_envs import Points
 
 N, T, B = 8, 16, 32  # environments, steps and minibatch of a rank
 
 
-class Cart:
-    """Balanced points, whose start states are a function of the environment's global index and its episode."""
+class GlobalPoints(Points):
+    """Points whose start states are a function of the environment's global index and its episode."""
 
-    metadata: dict[str, Any] = {}  # noqa: RUF012
-    render_mode = spec = None
-    single_observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
+    def __init__(self, num_envs: int, offset: int = 0, *, fails_at: int = -1, **options: Any) -> None:
+        super().__init__(num_envs, **options)
+        self.fails_at, self.n_calls = fails_at, 0
+        self.ids, self.episodes = torch.arange(offset, offset + num_envs).double(), torch.zeros(num_envs).double()
 
-    def __init__(self, num_envs: int, offset: int = 0, *, discrete: bool = False, fails_at: int = -1) -> None:
-        self.num_envs, self.device, self.fails_at, self.steps = num_envs, "cpu", fails_at, 0
-        self.single_action_space: Any = spaces.Discrete(2) if discrete else spaces.Box(-1, 1, (1,), np.float32)
-        self.ids = torch.arange(offset, offset + num_envs).double()
-        self.episodes = torch.zeros(num_envs).double()
-        self.ages = torch.zeros(num_envs)
-
-    @property
-    def unwrapped(self) -> Cart:
-        return self
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-    def _fresh(self) -> torch.Tensor:
+    def _draw_states(self) -> torch.Tensor:
+        self.episodes += self._terminated | self._truncated
         x = (
-            torch.sin(self.ids[:, None] * 12.9898 + self.episodes[:, None] * 78.233 + torch.arange(4) * 37.719)
+            torch.sin(self.ids[:, None] * 12.9898 + self.episodes[:, None] * 78.233 + torch.arange(8) * 37.719)
             * 43758.5
         )
         return (x - x.floor() - 0.5).float()
 
     def reset(self, seed: Any = None, options: Any = None) -> Any:
-        self.state = self._fresh()
-        return self.state.clone(), {}
+        observation, info = super().reset(seed, options)
+        self._steps.copy_(self.ids.long() % self._length)
+        return observation, info
 
     def step(self, action: torch.Tensor) -> Any:
-        self.steps += 1
-        if self.steps == self.fails_at:
+        self.n_calls += 1
+        if self.n_calls == self.fails_at:
             raise ValueError("the simulator of this rank is broken")
-        push = action.reshape(self.num_envs).float()
-        self.state = self.state + 0.1 * torch.stack([self.state[:, 1], push, self.state[:, 3], -push], 1)
-        self.ages += 1
-        terminated = self.state[:, 0].abs() > 1.0
-        truncated = (self.ages >= 10 + self.ids.float()) & ~terminated
-        done, last = terminated | truncated, self.state.clone()
-        self.episodes += done
-        self.state = torch.where(done[:, None], self._fresh(), self.state)
-        self.ages = self.ages.masked_fill(done, 0)
-        return self.state.clone(), -last.square().sum(1), terminated, truncated, {"final_obs": last}
+        return super().step(action)
 
 
 def model_of(name: str, rank: int, n: int, *, normalized: bool = False, **options: Any) -> Any:
-    """Make a model whose environments are those of a rank."""
     fails_at = options.pop("fails_at", -1)
-    env: Any = GymVecEnv(Cart(n, rank * n, discrete=name == "DQN", fails_at=fails_at), tensors=True)
+    env: Any = GymVecEnv(GlobalPoints(n, rank * n, discrete=name == "DQN", fails_at=fails_at), tensors=True)
     env = tensor.TensorVecNormalize(env) if normalized else env
     sizes: dict[str, Any] = {"PPO": {"n_steps": T, "batch_size": B, "n_epochs": 2}}.get(name, {})
     if name in ("SAC", "TD3", "DQN"):
         sizes = {"learning_starts": 64, "batch_size": 16}
-    model = getattr(tensor, name)(
-        "MlpPolicy", env, **{"seed": 3, "device": "cpu", "policy_kwargs": {"net_arch": [8]}, **sizes, **options}
-    )
-    model.set_logger(Logger(None, []))
-    return model
+    defaults = {"seed": 3, "device": "cpu", "policy_kwargs": {"net_arch": [8]}, **sizes}
+    return without_logger(getattr(tensor, name)("MlpPolicy", env, **{**defaults, **options}))
 
 
 def share_random_numbers(rank: int) -> None:

@@ -19,8 +19,6 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from stable_baselines3 import PPO
-from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
@@ -40,7 +38,6 @@ def register_check(function: Check) -> Check:
 
 
 def actor_processes() -> list[psutil.Process]:
-    """Return the processes of Ray actors that this process has started."""
     return [child for child in psutil.Process().children(recursive=True) if "ray::Actor" in child.name()]
 
 
@@ -86,7 +83,7 @@ def methods_reach_the_environments() -> None:
 
 @register_check
 def instances_and_make_vec_env_work_with_ray() -> None:
-    """Check copies of a changed instance, and training with make_vec_env."""
+    """Check copies of a changed instance, and make_vec_env."""
     changed = gym.make("CartPole-v1")
     changed.unwrapped.gravity = 3.5  # type: ignore[attr-defined]
     venv = RayVecEnv([as_factory(changed)] * 2)
@@ -94,9 +91,8 @@ def instances_and_make_vec_env_work_with_ray() -> None:
     venv.close()
     venv = make_vec_env("CartPole-v1", 2, seed=3, vec_env_cls=RayVecEnv, vec_env_kwargs={"n_workers": 1})
     assert isinstance(venv, RayVecEnv)
-    model = PPO("MlpPolicy", venv, n_steps=32, batch_size=32, device="cpu")
-    model.set_logger(Logger(None, []))
-    model.learn(128)
+    venv.reset()
+    venv.step(np.zeros(2, np.int64))
     venv.close()
 
 

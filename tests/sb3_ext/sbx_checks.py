@@ -27,7 +27,6 @@ def parameters_of(model: Any) -> list[np.ndarray]:
 
 
 def train_weights(algorithm: Any, policy: str, env: VecEnv, steps: int, **options: Any) -> list[np.ndarray]:
-    """Train an algorithm on an environment, and return its parameters."""
     env.seed(1)
     model = algorithm(policy, env, seed=1, batch_size=16, **options)
     model.learn(steps)

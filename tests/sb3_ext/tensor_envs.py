@@ -65,10 +65,14 @@ class Points:
         position, velocity = self._output[:, :4], self._output[:, 4:]
         return {"position": position, "velocity": velocity} if self._as_dict else position
 
+    def _draw_states(self) -> torch.Tensor:
+        """Draw the first states of new episodes in all rows."""
+        return torch.randn(self.num_envs, 8, generator=self._generator)
+
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         if seed is not None:
             self._generator.manual_seed(seed)
-        self._state.copy_(torch.randn(self.num_envs, 8, generator=self._generator))
+        self._state.copy_(self._draw_states())
         self._steps.copy_(torch.arange(self.num_envs) % self._length)
         return self._observe(), {}
 
@@ -85,8 +89,7 @@ class Points:
         info: dict[str, Any] = {"is_success": self._truncated}
         if self.final_obs:
             info["final_obs"] = map_arrays(torch.clone, self._observe())
-        fresh = torch.randn(self.num_envs, 8, generator=self._generator).to(self.device)
-        self._state.copy_(torch.where(done[:, None], fresh, self._state))
+        self._state.copy_(torch.where(done[:, None], self._draw_states().to(self.device), self._state))
         self._steps.masked_fill_(done, 0)
         return self._observe(), self._rewards, self._terminated, self._truncated, info
 
@@ -105,7 +108,6 @@ class AnySpaces(Points):
         return self._draw(self.single_observation_space)
 
     def _draw(self, space: Any) -> Any:
-        """Return observations in a space."""
         if isinstance(space, spaces.Dict):
             return {key: self._draw(part) for key, part in space.spaces.items()}
         numbers = torch.rand(self.num_envs, *space.shape, generator=self._generator)

@@ -44,7 +44,6 @@ def make_buffer(kind: str, folder: Path | None) -> Any:
 
 
 def make_transitions(space: Any) -> list[Any]:
-    """Return transitions of an observation space."""
     source = TransitionSource(space, spaces.Discrete(3), N_ENVS, end_probability=0.4)
     return [source.step() for _ in range(40)]
 
@@ -70,7 +69,6 @@ def add_step(buffer: Any, time: int) -> None:
 
 
 def read_state_in_thread(buffer: Any) -> Any:
-    """Return all public state of a buffer, read by another thread."""
     found: list[Any] = []
 
     def read_state() -> None:
@@ -95,7 +93,6 @@ def read_state_in_thread(buffer: Any) -> Any:
 
 
 def get_batches(buffer: Any) -> list[Any]:
-    """Return all minibatches of a rollout buffer."""
     return list(buffer.get(5))
 
 

@@ -186,7 +186,6 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        """Reset both buffers."""
         self.ours.reset()
         if isinstance(self.theirs, HerReplayBuffer):  # it would keep sampling the old episodes
             self.theirs = HerReplayBuffer(**self.buffer_arguments)

@@ -18,7 +18,6 @@ from tests.launch_modes import LAUNCH_MODES, run_program
 
 
 def make_changed_cart_pole() -> gym.Env[Any, Any]:
-    """Make CartPole, and change its gravity."""
     env = gym.make("CartPole-v1", max_episode_steps=20)
     env.unwrapped.gravity = 5.0  # type: ignore[attr-defined]
     return env
@@ -76,11 +75,37 @@ def test_worker_copies_have_attributes_of_instance_and_overrides() -> None:
     env.step(0)
 
 
+# Classes and functions of the script cross processes in both directions, and are then the same objects.
+OBSERVE = """
+import enum
+from stable_baselines3.common.vec_env import SubprocVecEnv
+from sb3_ext import SharedMemoryVecEnv
+
+class Task(enum.Enum):
+    WALK = 1
+
+class Lost(Exception): ...
+
+def fail(*_):
+    raise Lost(LEVEL)
+
+def observe(envs):
+    if type(envs) is SharedMemoryVecEnv:
+        envs.set_attr("task", [Task.WALK, make])
+        assert all(one is other for one, other in zip(envs.get_attr("task")[0], [Task.WALK, make]))
+        envs.set_options({"task": Task.WALK})
+        envs.set_attr("fail", fail)
+        try:
+            envs.env_method("fail")
+        except Lost as error:
+            assert error.args == (1,)
+    return envs.reset().tolist()
+"""
 POOLS = script_with_pools(
-    "from stable_baselines3.common.vec_env import SubprocVecEnv\nfrom sb3_ext import SharedMemoryVecEnv",
+    OBSERVE,
     # SubprocVecEnv's workers would look for a file named <stdin>.
     '[SharedMemoryVecEnv] if globals().get("__file__") == "<stdin>" else [SubprocVecEnv, SharedMemoryVecEnv]',
-    "envs.reset().tolist()",
+    "observe(envs)",
 )
 
 

@@ -1,4 +1,4 @@
-"""GymVecEnv returns the results of DummyVecEnv, over vectorized environments of every kind."""
+"""GymVecEnv returns the results of DummyVecEnv. tests/test_stepper.py compares its steps with single environments."""
 
 from __future__ import annotations
 
@@ -8,68 +8,52 @@ import functools
 import pickle
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
+from ale_py.vector_env import AtariVectorEnv
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorWrapper
+from gymnasium.wrappers.vector import DictInfoToList
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env as upstream_make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecMonitor
+from stable_baselines3.common.vec_env import DummyVecEnv
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.resources import usable_cores
-from rl_ext_core.vector import SharedMemoryVectorEnv
+from rl_ext_core.vector import SharedMemoryVectorEnv, autoreset
 from sb3_ext import GymVecEnv, _compat, make_vec_env
 from tests.sb3_ext.buffer_envs import without_logger
-from tests.sb3_ext.vec_checks import action_of, assert_equal
-from tests.sb3_ext.vec_test_envs import OBSERVATIONS, RandomEnv, ReusedArrayEnv
-from tests.torchrl_ext.environments import SameStep
+from tests.sb3_ext.vec_checks import action_of, assert_equal, rollout
+from tests.sb3_ext.vec_test_envs import OBSERVATIONS, RandomEnv, cart_pole
+from tests.torchrl_ext.environments import IsaacByIds, SameStep, VectorRewards
 
 
-class Images(gym.Env[Any, Any]):
-    """Environment that draws random images, with episodes of different lengths."""
+class Images(RandomEnv):
+    """RandomEnv of images with a mark, and infos whose keys depend on the first pixel."""
 
-    observation_space = spaces.Box(0, 255, (12, 12, 3), np.uint8)
-    action_space = spaces.Discrete(2)
     metadata = {"render_modes": ["rgb_array"], "render_fps": 7}  # noqa: RUF012
-    render_mode = "rgb_array"
     mark = 0
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.left = int(self.np_random.integers(3, 9))
-        self.options = options
-        return self._image(), {"fresh": self.left}
+    def __init__(self) -> None:
+        super().__init__("image")
 
-    def _image(self) -> Any:
-        return self.np_random.integers(0, 256, (12, 12, 3), np.uint8)
+    def reset(self, **given: Any) -> Any:
+        self.options = given.get("options")
+        return super().reset(**given)[0], {"fresh": 1}
 
     def step(self, action: Any) -> Any:
-        self.left -= 1
-        ended = self.left == 0
-        truncated = ended and bool(self.np_random.integers(2))
-        info = {"left": self.left, **({"odd": True} if self.left % 2 else {})}
-        return self._image(), float(action) + 0.1, ended and not truncated, truncated, info
-
-    def render(self) -> Any:
-        return self._image()
-
-    def double(self, value: int) -> int:
-        """Return twice a value, plus the attribute ``mark``."""
-        return 2 * value + self.mark
+        observation, _, *flags, _ = super().step(action)
+        first = int(observation[0, 0, 0])
+        return observation, float(action) + 0.1, *flags, {"left": first, **({"odd": True} if first % 2 else {})}
 
     def return_arguments(self, **arguments: Any) -> dict[str, Any]:
-        """Return all keyword arguments."""
         return arguments
-
-
-cart_pole = functools.partial(gym.make, "CartPole-v1", max_episode_steps=30)
 
 
 class PassThrough(VectorWrapper[Any, Any, Any, Any, Any]):
@@ -77,88 +61,177 @@ class PassThrough(VectorWrapper[Any, Any, Any, Any, Any]):
 
 
 def make_vector_env(kind: str, build: Callable[[], Any], n_envs: int, mode: AutoresetMode) -> Any:
-    """Make a vectorized environment: "sync", "not copied", "wrapped", "async" or "ours"."""
+    """Make a vectorized environment: "sync", "wrapped", "list", "async" or "ours"."""
     if kind in ("async", "ours"):
         workers = AsyncVectorEnv if kind == "async" else SharedMemoryVectorEnv
         return workers([build] * n_envs, autoreset_mode=mode, context="fork")
-    sync = SyncVectorEnv([build] * n_envs, autoreset_mode=mode, copy=kind != "not copied")
-    return sync if kind in ("sync", "not copied") else PassThrough(sync)
+    wrap = {"sync": lambda env: env, "wrapped": PassThrough, "list": DictInfoToList}[kind]
+    return wrap(SyncVectorEnv([build] * n_envs, autoreset_mode=mode))
 
 
-def roll_out(venv: VecEnv, actions: list[Any], seed: int = 3) -> list[Any]:
-    """Take steps, and return all results that are the same in DummyVecEnv."""
-    venv.seed(seed)
-    kept: list[Any] = [venv.reset()]
-    copies = copy.deepcopy(kept)
-    for action in actions:
-        observations, rewards, dones, infos = venv.step(action)
-        last = [
-            (info["terminal_observation"], info["TimeLimit.truncated"]) if done else info["TimeLimit.truncated"]
-            for done, info in zip(dones, infos, strict=True)
-        ]
-        kept.append([observations, rewards, dones, last])
-        copies.append(copy.deepcopy(kept[-1]))
-    assert_equal(kept, copies, "what the caller keeps")
-    return copies
-
-
-def compare_with_dummy(
-    ours: VecEnv, build: Callable[[], Any], steps: int = 60, wrap: Any = lambda venv: venv
-) -> list[Any]:
-    """Check that a rollout equals that of DummyVecEnv, and return its results."""
-    theirs = wrap(DummyVecEnv([build] * ours.num_envs))
-    theirs.action_space.seed(0)
-    actions = [action_of(theirs.action_space, ours.num_envs) for _ in range(steps)]
-    seen = roll_out(ours, actions)
-    assert_equal(seen, roll_out(theirs, actions))
-    theirs.close()
-    ours.close()
-    return seen
+def without_times(step: Any) -> Any:
+    """Remove the episode statistics, which DummyVecEnv lacks, from the infos of a step."""
+    return [[{k: v for k, v in i.items() if k != "episode"} for i in p] if isinstance(p, list) else p for p in step]
 
 
 @pytest.mark.sample(quick=6, ci=12)
 @pytest.mark.parametrize(("kind", "n_envs"), [("sync", 1), ("wrapped", 4)])
 @pytest.mark.parametrize("observations", list(OBSERVATIONS))
 def test_observation_spaces_give_results_of_dummy_vec_env(observations: str, kind: str, n_envs: int) -> None:
-    build = functools.partial(RandomEnv, observations)
+    build = functools.partial(RandomEnv, observations, infos=False)
     try:
         theirs = DummyVecEnv([build])
     except (NotImplementedError, AttributeError, AssertionError):
         pytest.skip("SB3 does not take it")
     theirs.close()
+    theirs = DummyVecEnv([build] * n_envs)
     if observations == "Box without dimensions" and kind == "wrapped":
         pytest.skip("rows of an array without dimensions are scalars")
-    compare_with_dummy(GymVecEnv(make_vector_env(kind, build, n_envs, AutoresetMode.SAME_STEP)), build, steps=25)
+    actions = [action_of(theirs.action_space, n_envs) for _ in range(25)]
+    ours = GymVecEnv(make_vector_env(kind, build, n_envs, AutoresetMode.SAME_STEP), infos="all")
+    found, expected = ([without_times(step) for step in rollout(venv, actions)] for venv in (ours, theirs))
+    assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["sync", "wrapped"])
-def test_last_observation_is_copied_if_environments_reuse_their_array(kind: str) -> None:
-    """In DummyVecEnv, the reset overwrites it."""
-    ours, sane = (
-        GymVecEnv(make_vector_env(kind, build, 2, AutoresetMode.DISABLED)) for build in (ReusedArrayEnv, RandomEnv)
+def make_isaac(**attributes: Any) -> IsaacByIds:
+    """Make an imitation of Isaac Lab with four rows, and set attributes."""
+    env = IsaacByIds(4, final_obs=True)
+    for name, value in attributes.items():
+        setattr(env, name, value)
+    return env
+
+
+def make_returning(method: str, place: int, value: Any) -> Any:
+    """Make a batch whose ``reset`` or ``step`` returns a wrong value in a place."""
+    env = SameStep([3, 4], "batch")
+    called = getattr(env, method)
+    setattr(
+        env, method, lambda *args, **given: (*(found := called(*args, **given))[:place], value, *found[place + 1 :])
     )
-    actions = [np.zeros(2, int)] * 30
-    assert_equal(roll_out(ours, actions), roll_out(sane, actions))
+    return env
 
 
-def test_invalid_arguments_are_refused() -> None:
+def set_next_step_mode(env: Any) -> Any:
+    """Make an environment say that it resets rows one step late."""
+    env.metadata = {"autoreset_mode": "NextStep"}
+    return env
+
+
+NOT_A_DICT = "expected a dict of arrays, or a list with a dict for each"
+SMALL = spaces.Dict({"policy": spaces.Box(0, 1, (3,))})
+REFUSED: list[tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = [
+    (lambda: set_next_step_mode(SameStep([2], None)), {}, InvalidArgumentError, 'use autoreset_mode="Disabled"'),
+    (lambda: gym.make("CartPole-v1"), {}, InvalidTypeError, "make_vec_env"),
+    (lambda: DummyVecEnv([cart_pole]), {}, InvalidTypeError, "Use it without GymVecEnv"),
+    (lambda: SyncVectorEnv([cart_pole]), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),
+    (lambda: SyncVectorEnv([cart_pole]), {"clip_actions": "x"}, InvalidArgumentError, "clip_actions='x' is not a pos"),
+    *(
+        (make_isaac, {option: "x"}, InvalidArgumentError, f"{option}='x'")
+        for option in ("env_type", "missing_final_obs")
+    ),
+    (make_isaac, {"infos": "x"}, InvalidArgumentError, "infos='x'"),
+    (make_isaac, {"clip_actions": None}, InvalidArgumentError, r"clip_actions=1\.0"),
+    (make_isaac, {"clip_actions": -1}, InvalidArgumentError, "clip_actions=-1"),
+    (
+        make_isaac,
+        {"observation_key": "x"},
+        InvalidArgumentError,
+        "observation_key='x' is not in .*expected one of 'policy'",
+    ),
+    (lambda: make_isaac(single_observation_space=object()), {}, InvalidTypeError, "expected one of gymnasium's"),
+    (lambda: make_isaac(final_obs=False), {}, EnvironmentOutputError, "compute_final_obs"),
+    (lambda: make_isaac(single_observation_space=SMALL), {}, EnvironmentOutputError, "as in its observation space"),
+    *(
+        (lambda v=v: make_returning("reset", 1, v), {}, EnvironmentOutputError, NOT_A_DICT)
+        for v in ([{}], [], "text", None)
+    ),
+    (
+        lambda: make_returning("step", 1, np.ones(3)),
+        {},
+        EnvironmentOutputError,
+        r"rewards of shape \(3,\); expected \(2,\)",
+    ),
+    (lambda: SyncVectorEnv([VectorRewards] * 2), {}, EnvironmentOutputError, r"a reward of the shape \(2,\)"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "error", "said"), REFUSED)
+def test_invalid_environments_and_options_are_refused(
+    make: Any, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    def roll_out() -> None:
+        venv = GymVecEnv(env, **{**({"clip_actions": 1} if isinstance(env, IsaacByIds) else {}), **options})
+        venv.reset()
+        for _ in range(3):
+            venv.step(np.zeros((venv.num_envs, *(venv.action_space.shape or ())), int))
+
+    env = make()
+    with pytest.raises(error, match=said):
+        roll_out()
+
+
+def test_vectorized_environments_without_partial_resets_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     env = AsyncVectorEnv([cart_pole], shared_memory=False, context="fork")
-    next_step: Any = SameStep([2], None)
-    next_step.metadata = {"autoreset_mode": "NextStep"}
-    given: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        (next_step, {}, InvalidArgumentError, 'use autoreset_mode="Disabled"'),
-        (gym.make("CartPole-v1"), {}, InvalidTypeError, "make_vec_env"),
-        (DummyVecEnv([cart_pole]), {}, InvalidTypeError, "Use it without GymVecEnv"),
-        (SyncVectorEnv([cart_pole]), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),
-        (SyncVectorEnv([cart_pole]), {"clip_actions": "x"}, InvalidArgumentError, "clip_actions='x' is not a positive"),
-        (env, {}, InvalidArgumentError, 'autoreset_mode="SameStep"'),
-    ]
-    for option in ("env_type", "missing_final_obs", "infos"):
-        given.append((SameStep([2], "batch"), {option: "x"}, InvalidArgumentError, f"{option}='x'"))
-    for vector_env, options, error, said in given:
-        with pytest.raises(error, match=said):
-            GymVecEnv(vector_env, **options)
-    env.close()
+    with contextlib.closing(env), pytest.raises(InvalidArgumentError, match='autoreset_mode="SameStep"'):
+        GymVecEnv(env)
+    monkeypatch.setattr(autoreset, "version", lambda name: "0.12.0")
+    with pytest.raises(InvalidArgumentError, match=r"Use pip install 'ale-py>=0\.12\.1', or AtariVectorEnv"):
+        GymVecEnv(AtariVectorEnv("breakout", 3, autoreset_mode=AutoresetMode.NEXT_STEP))
+    GymVecEnv(AtariVectorEnv("breakout", 3, autoreset_mode=AutoresetMode.SAME_STEP)).close()
+
+
+# -- environments on tensors
+
+
+class Lab(IsaacByIds):
+    """IsaacByIds with a method that returns a tensor, and observations for a critic."""
+
+    def __init__(self) -> None:
+        super().__init__(4, final_obs=True)
+        self.single_observation_space["critic"] = self.single_observation_space["policy"]
+
+    def count(self, factor: int) -> torch.Tensor:
+        return torch.arange(self.num_envs) * factor
+
+    def reset(self, *arguments: Any, **options: Any) -> Any:
+        observation, info = super().reset(*arguments, **options)
+        return {**observation, "critic": -observation["policy"]}, info
+
+
+def test_methods_attributes_and_actions_of_environments_on_tensors() -> None:
+    inner = Lab()
+    actions: list[Any] = []
+    step = inner.step
+    inner.step = lambda action: (actions.append(action), step(action))[1]  # type: ignore[method-assign]
+    venv = GymVecEnv(inner, clip_actions=1.0)
+    assert venv.observation_space == spaces.Box(-np.inf, np.inf, (6,), np.float32)
+    assert venv.action_space == spaces.Box(-1, 1, (2,), np.float32)
+    venv.reset()
+    assert venv.step(np.zeros((4, 2)))[0].dtype == np.float32
+    assert actions[0].dtype == torch.float32
+    assert venv.get_attr("steps") == [1, 1, 1, 1]
+    assert venv.get_attr("final_obs", indices=[0]) == [True]
+    assert venv.env_method("count", 3) == [0, 3, 6, 9]
+    (whole,) = venv.env_method("count", 3, indices=[1])
+    np.testing.assert_array_equal(whole, [0, 3, 6, 9])
+    venv.set_attr("final_obs", False)
+    assert venv.env.final_obs is False
+    with pytest.raises(InvalidArgumentError, match="Set it for all"):
+        venv.set_attr("final_obs", False, indices=[1])
+    assert not venv.has_attr("missing")
+    assert venv.get_attr("render_mode", [1]) == [None]
+
+
+def test_spaces_of_other_libraries_are_converted_and_observation_key_selects_one() -> None:
+    box = types.SimpleNamespace(shape=(2,), low=-3.0, high=3.0, dtype=None)
+    env = make_isaac(single_observation_space=types.SimpleNamespace(spaces={"policy": box}), single_action_space=box)
+    venv = GymVecEnv(env)
+    assert venv.action_space == venv.observation_space == spaces.Box(-3, 3, (2,), np.float32)
+    critic = GymVecEnv(Lab(), clip_actions=1, observation_key="critic").reset()
+    np.testing.assert_array_equal(critic, -GymVecEnv(Lab(), clip_actions=1).reset())
+    lab = Lab()
+    del lab.single_observation_space.spaces["policy"]
+    assert set(GymVecEnv(lab, clip_actions=1).reset()) == {"critic"}
 
 
 # -- methods of VecEnv
@@ -168,7 +241,7 @@ def test_invalid_arguments_are_refused() -> None:
 def test_methods_and_attributes_reach_sub_environments(kind: str) -> None:
     venv = GymVecEnv(make_vector_env(kind, Images, 3, AutoresetMode.SAME_STEP))
     venv.reset()
-    assert venv.env_method("double", 4) == [8, 8, 8]
+    assert venv.env_method("double", 4, plus=1) == [9, 9, 9]
     venv.set_attr("mark", 1, indices=[0, 2])
     assert venv.get_attr("mark") == [1, 0, 1]
     assert venv.get_attr("mark", indices=-1) == [1]
@@ -184,16 +257,16 @@ def test_methods_and_attributes_reach_sub_environments(kind: str) -> None:
         venv.env_method("missing")
     assert venv.env_is_wrapped(Monitor) == [False] * 3
     assert venv.env_is_wrapped(PassThrough) == [kind == "wrapped"] * 3
-    assert [image.shape for image in venv.get_images()] == [(12, 12, 3)] * 3
+    assert [image.shape for image in venv.get_images()] == [(4, 6, 3)] * 3
     frame = venv.render()
     assert frame is not None
-    assert frame.shape == (24, 24, 3)
+    assert frame.shape == (8, 12, 3)
     assert venv.metadata["render_fps"] == 7
     venv.set_options({"a": 1})
     venv.reset()
     assert venv.get_attr("options") == [{"a": 1}] * 3
     venv.reset()
-    assert venv.get_attr("options", 0) == [None]
+    assert venv.get_attr("options", 0) in ([None], [{}])
     venv.close()
     venv.close()
     for call in (venv.reset, lambda: venv.step(np.zeros(3, int)), lambda: venv.get_attr("mark")):
@@ -235,34 +308,38 @@ def test_wrappers_of_sub_environments_are_detected(kind: str) -> None:
     venv.close()
 
 
-@pytest.mark.parametrize("kind", ["wrapped", "sync"])
+@pytest.mark.parametrize("kind", ["wrapped", "sync", "list"])
 def test_infos_of_finished_and_running_envs(kind: str) -> None:
     venv = GymVecEnv(make_vector_env(kind, Images, 3, AutoresetMode.NEXT_STEP))
     venv.seed(0)
     venv.reset()
     assert all(set(info) == {"fresh"} for info in venv.reset_infos)
-    _, _, dones, infos = venv.step(np.zeros(3, int))
-    assert not dones.any()
-    assert infos[0] == {"TimeLimit.truncated": False}
-    with pytest.raises(InvalidTypeError, match="cannot be changed"):
-        infos[0]["mine"] = 1
-    with pytest.raises(KeyError, match='infos="all"'):
-        infos[0]["left"]
-    for copied in (infos[0].copy(), copy.deepcopy(infos[0]), copy.copy(infos[0]), pickle.loads(pickle.dumps(infos[0]))):
-        assert type(copied) is dict
-        assert copied == infos[0]
+    dones = np.zeros(3, bool)
     while not dones.any():
         held = venv.reset_infos
         _, _, dones, infos = venv.step(np.zeros(3, int))
     index = int(dones.argmax())
-    assert infos[index]["left"] == 0
+    assert "left" in infos[index]
     assert set(venv.reset_infos[index]) == {"fresh"}
     assert venv.reset_infos is not held
+    info = infos[int(dones.argmin())]
+    assert info == {"TimeLimit.truncated": False}
+    with pytest.raises(InvalidTypeError, match="cannot be changed"):
+        info["mine"] = 1
+    for ask in (lambda: info["left"], lambda: info.get("left"), lambda: info.get("left", 0.0), lambda: "left" in info):
+        with pytest.raises(KeyError, match='infos="all"'):
+            ask()
+    # SB3 reads some keys in every step. Keys that no environment returns are absent, not omitted.
+    assert [info.get(key) for key in ("is_success", "episode", "terminal_observation", "missing")] == [None] * 4
+    assert "missing" not in info
+    assert "TimeLimit.truncated" in info
+    for copied in (info.copy(), copy.deepcopy(info), copy.copy(info), pickle.loads(pickle.dumps(info))):
+        assert type(copied) is dict
+        assert copied == info
     venv = GymVecEnv(make_vector_env(kind, Images, 3, AutoresetMode.NEXT_STEP), infos="all")
-    venv.seed(0)
     venv.reset()
-    infos = [info for _ in range(2) for info in venv.step(np.zeros(3, int))[3]]
-    assert all(info["TimeLimit.truncated"] is False and ("odd" in info) == info["left"] % 2 for info in infos)
+    infos = [info for _ in range(3) for info in venv.step(np.zeros(3, int))[3]]
+    assert all(("odd" in info) == info["left"] % 2 for info in infos)
     assert {info["left"] % 2 for info in infos} == {0, 1}
 
 
@@ -278,24 +355,6 @@ def test_reset_discards_pending_step() -> None:
 
 
 # -- SB3's wrappers and algorithms
-
-
-def test_ppo_learns_same_weights_as_with_dummy_vec_env(tmp_path: Path) -> None:
-    def train(venv: VecEnv) -> Any:
-        model = PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=2, seed=0, device="cpu")
-        return without_logger(model).learn(512)
-
-    ours = train(GymVecEnv(gym.make_vec("CartPole-v1", 4, vectorization_mode="sync")))
-    theirs = train(DummyVecEnv([lambda: gym.make("CartPole-v1")] * 4))
-    for mine, other in zip(ours.policy.parameters(), theirs.policy.parameters(), strict=True):
-        np.testing.assert_array_equal(mine.detach().numpy(), other.detach().numpy())
-    assert len(ours.ep_info_buffer) > 3
-    ours.save(tmp_path / "model")
-    env = GymVecEnv(gym.make_vec("CartPole-v1", 4, vectorization_mode="vector_entry_point"))
-    loaded = PPO.load(tmp_path / "model", env=env, device="cpu")
-    without_logger(loaded).learn(256)
-    mean, _ = evaluate_policy(loaded, VecMonitor(env), n_eval_episodes=4)
-    assert mean > 5
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])

@@ -24,10 +24,10 @@ class Race(ParallelEnv):
     metadata = {"name": "race", "render_modes": ["rgb_array"]}  # noqa: RUF012 PettingZoo's own way
     render_mode = "rgb_array"
 
-    def __init__(self, deaths: tuple[int, ...] = (2, 9, 4), length: int = 6, late: bool = False) -> None:
+    def __init__(self, deaths: tuple[int, ...] = (2, 9, 4), length: int = 6) -> None:
         self.possible_agents = [f"runner_{index}" for index in range(len(deaths))]
         self.agents: list[str] = []
-        self._deaths, self._length, self._late = dict(zip(self.possible_agents, deaths, strict=True)), length, late
+        self._deaths, self._length = dict(zip(self.possible_agents, deaths, strict=True)), length
 
     def observation_space(self, agent: str) -> Any:
         return spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -43,7 +43,7 @@ class Race(ParallelEnv):
         if seed is not None:
             self._rng = np.random.default_rng(seed)
         self._steps, self._level = 0, float(self._rng.integers(1, 99))
-        self.agents = self.possible_agents[: -1 if self._late else None]
+        self.agents = list(self.possible_agents)
         return {agent: self._observe(agent) for agent in self.agents}, {
             agent: {"level": self._level} for agent in self.agents
         }
@@ -52,9 +52,7 @@ class Race(ParallelEnv):
         assert set(actions) == set(self.agents)
         self._steps += 1
         acting = list(self.agents)
-        if self._late and self._steps == 2:
-            acting = [*acting, self.possible_agents[-1]]
-        observations = {agent: self._observe(agent, float(actions.get(agent, -1))) for agent in acting}
+        observations = {agent: self._observe(agent, float(actions[agent])) for agent in acting}
         rewards = dict.fromkeys(acting, 1.0)
         terminated = {agent: self._steps == self._deaths[agent] for agent in acting}
         truncated = dict.fromkeys(acting, self._steps >= self._length)
@@ -97,22 +95,6 @@ def test_rows_of_dead_agents_are_zeros() -> None:
     env.close()
     with pytest.raises(InvalidArgumentError, match="closed"):
         env.reset()
-
-
-def test_agent_that_joins_late_starts_an_episode() -> None:
-    env = MultiAgentVecEnv([functools.partial(Race, late=True)])
-    env.seed(0)
-    assert not env.reset()[2].any()
-    assert not env.step(np.zeros(3, int))[0][2].any()
-    observations, rewards, dones, infos = env.step(np.zeros(3, int))
-    assert (observations[2, 0], rewards[2]) == (3.0, 0.0)
-    # The zeros end here, as at the end of an environment.
-    assert dones.tolist() == [True, False, True]
-    assert not infos[2]["terminal_observation"].any()
-    assert infos[2]["agent_is_dead"]
-    assert env.reset_infos[2] == {"steps": 2}
-    assert env.step(np.ones(3, int))[1][2] == 1.0
-    env.close()
 
 
 class Rejoining(Race):

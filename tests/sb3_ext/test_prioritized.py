@@ -249,7 +249,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         DQN,
         "CartPole-v1",
         replay_buffer_class=CompressedPrioritizedNStepReplayBuffer,
-        replay_buffer_kwargs={"n_steps": 3},
+        replay_buffer_kwargs={"n_steps": 3, "beta": lambda progress: 0.25},
     ),
     "hindsight": lambda: make_model(
         SAC,
@@ -274,25 +274,17 @@ def test_training_changes_priorities(name: str, tmp_path: Path) -> None:
     model.load_replay_buffer(tmp_path / "buffer", truncate_last_traj=False)
     assert np.array_equal(model.replay_buffer.priorities, priorities)
     assert np.array_equal(model.replay_buffer._tree.weights, buffer._tree.weights)
+    assert model.replay_buffer._current_beta() == buffer._current_beta()
     model.learn(60, reset_num_timesteps=False)
     assert not np.array_equal(model.replay_buffer.priorities, priorities)
 
 
-def test_folder_of_a_uniform_buffer_gets_priorities(tmp_path: Path) -> None:
-    buffer = make_buffer(40, cls=CompressedReplayBuffer, storage_dir=tmp_path / "run", resume=True)
-    fill(buffer, 30)
-    buffer.close()
-    for _ in range(2):
-        buffer = make_buffer(40, storage_dir=tmp_path / "run", resume=True)
-        assert (buffer.size(), buffer.recovered.lost) == (20, 0)
-        assert (buffer.priorities == 1).all()
-        buffer.sample(8)
-        buffer.close()
-
-
-def test_storage_dir_keeps_priorities(tmp_path: Path) -> None:
-    buffer = make_buffer(200, storage_dir=tmp_path / "run", resume=True)
+def test_storage_dir_keeps_priorities_and_adds_them_to_a_uniform_buffer(tmp_path: Path) -> None:
+    buffer = make_buffer(200, cls=CompressedReplayBuffer, storage_dir=tmp_path / "run", resume=True)
     fill(buffer, 60)
+    buffer.close()
+    buffer = make_buffer(200, storage_dir=tmp_path / "run", resume=True)
+    assert (buffer.priorities[:60] == 1).all()
     for number in range(5):
         buffer.sample(32)
         buffer.update_priorities(np.linspace(0.5, 3 + number, 32))
@@ -493,11 +485,3 @@ def test_hindsight_forgets_episodes_that_a_folder_has_lost(tmp_path: Path) -> No
     assert buffer.ep_length[:15].any()
     assert not buffer.ep_length[15:].any()
     buffer.close()
-
-
-def test_lambda_schedules_are_saved(tmp_path: Path) -> None:
-    model = make_model(DQN, "CartPole-v1", replay_buffer_kwargs={"beta": lambda progress: 0.25})
-    model.learn(60)
-    model.save_replay_buffer(tmp_path / "buffer")
-    model.load_replay_buffer(tmp_path / "buffer")
-    assert model.replay_buffer._current_beta() == 0.25

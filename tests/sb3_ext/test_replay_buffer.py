@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
@@ -20,6 +23,8 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemo
 from rl_ext_core.frames.log import FrameLog
 from sb3_ext import CompressedDictReplayBuffer, CompressedReplayBuffer
 from tests.sb3_ext.buffer_envs import (
+    REPLAY,
+    ROLLOUT,
     Camera,
     Sprite,
     add_all,
@@ -31,6 +36,7 @@ from tests.sb3_ext.buffer_envs import (
     make_buffers_for,
     make_reach_vec_env,
 )
+from tests.sb3_ext.test_rollout_buffers import fill_rollouts, make_rollout_buffers
 
 GREY = spaces.Box(0, 255, (4, 12, 11), np.uint8)
 ACTIONS = spaces.Discrete(5)
@@ -168,3 +174,138 @@ def test_options_can_differ_between_keys_of_dict_space() -> None:
             make_buffers("dict", 80, space, ACTIONS, **options)  # type: ignore[arg-type]
     with pytest.raises(TYPE, match=r"observation_space is Box.*expected a Dict.*CompressedReplayBuffer"):
         CompressedDictReplayBuffer(10, image, ACTIONS)
+
+
+# -- arrays of batches are reused only after their last reference is gone
+
+Pick = Callable[[Any], Any]
+
+
+@pytest.fixture(scope="module")
+def buffer() -> CompressedReplayBuffer:
+    """Return a replay buffer that contains images of noise."""
+    venv = image_env(still=False)
+    made = CompressedReplayBuffer(200, venv.observation_space, venv.action_space, "cpu", n_envs=2)
+    add_all((made,), collect_transitions(venv, 60))
+    return made
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda batch: batch,
+        lambda batch: batch.next_observations[3:5, 1],
+        lambda batch: batch.observations.numpy()[::2, 0],
+        lambda batch: memoryview(batch.observations.numpy()),
+        lambda batch: batch.observations.detach().untyped_storage(),
+        lambda batch: torch.utils.dlpack.to_dlpack(batch.observations),
+    ],
+    ids=["batch", "slice", "array slice", "memory", "storage", "dlpack"],
+)
+def test_batches_in_use_are_never_overwritten(buffer: CompressedReplayBuffer, pick: Pick) -> None:
+    held = []
+    for _ in range(7):
+        batch = buffer.sample(16)
+        expected = tuple(part.clone() for part in batch if part is not None)
+        held.append((pick(batch), pick(type(batch)(*expected))))
+        del batch, expected
+    for _ in range(10):
+        buffer.sample(16)
+    for kept, expected in held:
+        if type(kept).__name__ == "PyCapsule":
+            kept, expected = torch.utils.dlpack.from_dlpack(kept), torch.utils.dlpack.from_dlpack(expected)
+        for left, right in zip(kept, expected, strict=True) if isinstance(kept, tuple) else [(kept, expected)]:
+            assert left is right is None or np.array_equal(np.asarray(left), np.asarray(right))
+
+
+def test_to_torch_copies_arrays_of_caller(buffer: CompressedReplayBuffer) -> None:
+    images = buffer.observations[np.arange(16), np.zeros(16, dtype=np.int64)]
+    tensor, shared = buffer.to_torch(images), buffer.to_torch(images, copy=False)
+    before = images.copy()
+    images += 50
+    np.testing.assert_array_equal(tensor, before)
+    np.testing.assert_array_equal(shared, images)
+
+
+def test_arrays_of_unused_batches_are_reused(buffer: CompressedReplayBuffer) -> None:
+    places = set()
+    for _ in range(20):
+        batch = buffer.sample(16)
+        places |= {batch.observations.data_ptr(), batch.next_observations.data_ptr()}
+    assert len(places) <= 4
+
+
+def test_recycled_arrays_stay_bounded_for_many_batch_sizes(buffer: CompressedReplayBuffer) -> None:
+    for size in range(1, 40):
+        buffer.sample(size)
+    assert buffer.nbytes - buffer.stored_nbytes <= 4 * 40 * 4 * 36 * 36
+
+
+# -- every buffer casts observations of another dtype than the space's as SB3 does, with one warning
+
+ROWS, N_ENVS = 12, 2
+THREE_ACTIONS = spaces.Discrete(3)
+PLACE, IMAGE = spaces.Box(-9, 9, (3,), np.float32), spaces.Box(0, 255, (1, 36, 36), np.uint8)
+GOALS = spaces.Dict(observation=IMAGE, achieved_goal=PLACE, desired_goal=PLACE)
+WRONG = {np.dtype(np.float32): np.float64, np.dtype(np.uint8): np.int64}
+REST = np.zeros((N_ENVS, 1)), np.zeros(N_ENVS), np.zeros(N_ENVS), [{} for _ in range(N_ENVS)]
+
+
+def make_miscast_batch(space: spaces.Space[Any], rng: np.random.Generator) -> Any:
+    """Return a batch of observations that do not have the dtype of their space."""
+    if isinstance(space, spaces.Dict):
+        return {key: make_miscast_batch(part, rng) for key, part in space.items()}
+    return rng.uniform(0, 9, (N_ENVS, *space.shape)).astype(WRONG[space.dtype])
+
+
+@pytest.mark.parametrize("kind", [*REPLAY, *(f"{kind} rollout" for kind in ROLLOUT)])
+def test_observations_of_other_dtypes_are_cast_as_in_sb3_with_one_warning(kind: str) -> None:
+    space = GOALS if "dict" in kind or kind == "hindsight" else PLACE if "maskable" in kind else IMAGE
+    if kind in REPLAY:
+        ours, theirs = make_buffers(
+            kind, ROWS * N_ENVS, space, THREE_ACTIONS, **({"env": None} if kind == "hindsight" else {})
+        )
+    else:
+        ours, theirs = make_rollout_buffers(kind.removesuffix(" rollout"), ROWS, space)
+    rng = np.random.default_rng(0)
+    observations = [make_miscast_batch(space, rng) for _ in range(ROWS + 1)]
+
+    def add_observations(buffer: Any) -> None:
+        if kind not in REPLAY:
+            fill_rollouts((buffer,), observations[:-1])
+            return
+        for obs, next_obs in itertools.pairwise(observations):
+            buffer.add(dict(obs) if isinstance(obs, dict) else obs, next_obs, *REST)
+
+    add_observations(theirs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        add_observations(ours)
+    for name in ("observations", "next_observations"):
+        left, right = (getattr(buffer, name, {}) for buffer in (ours, theirs))
+        for key in right if isinstance(space, spaces.Dict) else [...]:
+            pair = (left, right) if key is ... else (left[key], right[key])
+            np.testing.assert_array_equal(np.asarray(pair[0]), pair[1], strict=True)
+    keys = list(space) if isinstance(space, spaces.Dict) else [""]
+    for key, warning in zip(keys, caught, strict=True):  # one warning per key
+        text = str(warning.message)
+        assert text.startswith(f"obs[{key!r}] has dtype " if key else "obs has dtype ")
+        assert "float64, but the observation space has float32" in text or "int64, but the observation space" in text
+
+
+def test_buffer_is_unchanged_if_cast_warning_is_raised() -> None:
+    ours, _ = make_buffers("dict", ROWS * N_ENVS, GOALS, THREE_ACTIONS)
+    rng = np.random.default_rng(0)
+    with pytest.raises(UserWarning, match="Observations are cast"):
+        ours.add(make_miscast_batch(GOALS, rng), make_miscast_batch(GOALS, rng), *REST)
+    assert (ours.size(), ours.pos) == (0, 0)
+
+
+def test_images_with_channels_last_are_refused() -> None:
+    """See https://github.com/DLR-RM/stable-baselines3/issues/819."""
+    buffer = CompressedReplayBuffer(10, spaces.Box(0, 255, (3, 36, 40), np.uint8), THREE_ACTIONS, "cpu", n_envs=N_ENVS)
+    images = np.zeros((N_ENVS, 36, 40, 3), np.uint8)
+    with pytest.raises(InvalidArgumentError, match=r"obs has shape .*channels last.*VecNormalize\(VecTransposeImage"):
+        buffer.add(images, images, *REST)
+    assert buffer.size() == 0

@@ -19,13 +19,13 @@ from sb3_ext import CompressedPrioritizedReplayBuffer, CompressedReplayBuffer, S
 from tests.sb3_ext.buffer_envs import (
     REPLAY,
     TransitionSource,
-    assert_equal_bits,
     collect_transitions,
     image_env,
     make_buffers,
     make_buffers_for,
     without_logger,
 )
+from tests.sb3_ext.vec_checks import assert_equal
 
 IMAGE = spaces.Box(0, 255, (3, 7, 6), np.uint8)
 PLACE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -122,7 +122,7 @@ def assert_same_sequences(
         np.random.seed(seed)
         found = ours.sample_sequences(batch_size, length, burn_in, period=period)
         assert str(np.random.get_state()) == str(state)
-        assert_equal_bits(SequenceSamples(*found[:-2], None, None), SequenceSamples(*expected[:-2], None, None))
+        assert_equal(SequenceSamples(*found[:-2], None, None), SequenceSamples(*expected[:-2], None, None))
         for left, right in zip(found[-2:], expected[-2:], strict=True):
             np.testing.assert_array_equal(left, right, strict=True)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import os
+import pickle
 import shutil
 import threading
 from pathlib import Path
@@ -10,19 +13,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch._dynamo  # else optimizers import it during a test, which creates a temporary folder
 from gymnasium import spaces
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stable_baselines3 import DQN, SAC
+from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
-from rl_ext_core.errors import InvalidArgumentError, StorageError
-from sb3_ext import CompressedDictReplayBuffer
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
+from sb3_ext import CompressedDictReplayBuffer, CompressedPrioritizedReplayBuffer, CompressedReplayBuffer
 from tests.sb3_ext.buffer_envs import (
+    REPLAY,
+    TransitionSource,
     add_all,
+    assert_same,
     collect_transitions,
     dict_env,
     image_env,
+    make_buffers,
     make_buffers_for,
     make_reach_vec_env,
     sample_batch,
+    without_logger,
 )
 
 ENVS: dict[str, Any] = {
@@ -34,7 +47,6 @@ ENVS: dict[str, Any] = {
 
 
 def make_compressed(kind: str, rows: int, venv: Any, **options: Any) -> Any:
-    """Return a compressed replay buffer for these environments."""
     return make_buffers_for(kind, rows, venv, **options)[0]
 
 
@@ -146,3 +158,261 @@ def test_saved_buffer_is_consistent_while_thread_adds() -> None:
     finally:
         done.set()
         thread.join()
+
+
+# -- new models, loaded models and loaded replay buffers continue in the right ``storage_dir``
+
+IMAGE_SPACES = spaces.Box(0, 255, (1, 36, 36), np.uint8), spaces.Discrete(2)
+
+
+def make_dqn(folder: Path, **options: Any) -> DQN:
+    """Return a new model whose replay buffer is in a folder."""
+    kwargs = {"storage_dir": folder, **options}
+    model = DQN(
+        "MlpPolicy",
+        "CartPole-v1",
+        buffer_size=500,
+        learning_starts=10_000,
+        train_freq=1,
+        replay_buffer_class=CompressedReplayBuffer,
+        replay_buffer_kwargs=kwargs,
+        policy_kwargs={"net_arch": [4]},
+    )
+    return without_logger(model)
+
+
+def size_of_folder(folder: Path) -> int:
+    buffer = make_dqn(folder, resume=True).replay_buffer
+    size: int = buffer.size()
+    buffer.close()
+    return size
+
+
+def test_new_buffer_continues_in_a_folder_only_if_asked(tmp_path: Path) -> None:
+    model = make_dqn(tmp_path / "a").learn(30)
+    model.replay_buffer.close()
+    with pytest.raises(InvalidArgumentError, match=r"contains 30 rows of an earlier buffer.* Pass resume=True"):
+        make_dqn(tmp_path / "a")
+    assert size_of_folder(tmp_path / "a") == 30
+    with pytest.raises(InvalidArgumentError, match="resume=True needs a folder"):
+        CompressedReplayBuffer(40, *IMAGE_SPACES, resume=True)
+
+
+def test_garbage_collection_closes_a_folder_with_its_last_row(tmp_path: Path) -> None:
+    model = make_dqn(tmp_path / "a").learn(30)
+    rewards = model.replay_buffer.rewards[:30].copy()
+    del model
+    gc.collect()
+    buffer = make_dqn(tmp_path / "a", resume=True).replay_buffer
+    assert buffer.recovered == (30, 0)
+    np.testing.assert_array_equal(buffer.rewards[:30], rewards)
+    buffer.close()
+
+
+def test_load_after_del_continues_in_the_folder(tmp_path: Path) -> None:
+    model = make_dqn(tmp_path / "a").learn(30)
+    model.save(tmp_path / "model.zip")
+    model.save_replay_buffer(tmp_path / "buffer.pkl")
+    del model  # not collected yet
+    model = DQN.load(tmp_path / "model.zip", env=make_dqn(tmp_path / "other").get_env())
+    assert model.replay_buffer.size() == 30
+    model.load_replay_buffer(tmp_path / "buffer.pkl")
+    without_logger(model).learn(20, reset_num_timesteps=False)
+    assert (tmp_path / "buffer.pkl").stat().st_size < 10_000
+    shutil.copytree(tmp_path / "a", tmp_path / "killed")
+    assert size_of_folder(tmp_path / "killed") == 50
+
+
+@pytest.mark.filterwarnings("ignore:The last trajectory")
+@pytest.mark.parametrize("rows", [40, 200], ids=["full", "not full"])
+@pytest.mark.parametrize("kind", list(ENVS))
+def test_saved_buffer_of_a_folder_that_moved_on_is_a_copy(
+    kind: str, rows: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    venv = ENVS[kind]()
+    transitions = collect_transitions(venv, 70)
+    ours, theirs = make_buffers_for(kind, rows, venv, storage_dir=tmp_path / "a")
+    add_all((ours, theirs), transitions[:50])
+    saved = pickle.dumps(ours)
+    newest = theirs.rewards[(np.arange(50 - 20, 50)) % rows].copy()
+    add_all((ours,), transitions[50:])
+    ours.close()
+    loaded = pickle.loads(saved)
+    assert "20 transitions that are newer" in caplog.text
+    assert "a-copy1" in caplog.text
+    assert loaded.size() == min(50, rows - 20)
+    np.testing.assert_array_equal(loaded.rewards[(np.arange(50 - 20, 50)) % rows], newest)
+    if kind == "hindsight" and rows == 200:
+        np.testing.assert_array_equal(loaded.ep_length[:50], theirs.ep_length[:50])
+        loaded.set_env(venv)
+    add_all((loaded,), transitions[50:])
+    loaded.close()
+    again = make_buffers_for(kind, rows, venv, storage_dir=tmp_path / "a", resume=True)[0]
+    assert again.size() == min(70, rows)
+    again.close()
+
+
+def test_saved_buffer_continues_in_a_folder_that_the_model_opened_elsewhere(tmp_path: Path) -> None:
+    model = make_dqn(tmp_path / "a").learn(30)
+    model.save_replay_buffer(tmp_path / "buffer.pkl")
+    model.replay_buffer.close()
+    (tmp_path / "a").rename(tmp_path / "b")
+    with pytest.raises(StorageError, match="which does not exist"):
+        CompressedReplayBuffer.load(tmp_path / "buffer.pkl")
+    model = make_dqn(tmp_path / "b", resume=True)
+    model.load_replay_buffer(tmp_path / "buffer.pkl")
+    model.learn(10)
+    model.replay_buffer.close()
+    assert size_of_folder(tmp_path / "b") == 40
+
+
+def test_saved_buffer_of_another_living_buffer_is_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_dqn(tmp_path / "a").learn(30)
+    model.save_replay_buffer(tmp_path / "buffer.pkl")
+    other = CompressedReplayBuffer.load(tmp_path / "buffer.pkl")
+    assert "a is in use" in caplog.text
+    model.learn(10, reset_num_timesteps=False)
+    assert (model.replay_buffer.size(), other.size()) == (40, 30)
+    for buffer in (model.replay_buffer, other):
+        buffer.close()
+
+
+def test_file_of_a_buffer_in_memory_warns_a_model_with_a_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = CompressedReplayBuffer(40, spaces.Box(-1, 1, (4,)), spaces.Discrete(2))
+    (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(buffer))
+    model = make_dqn(tmp_path / "a")
+    folder = model.replay_buffer
+    model.load_replay_buffer(tmp_path / "buffer.pkl")
+    assert "the loaded replay buffer is in memory" in caplog.text
+    folder.close()
+
+
+def test_uniform_buffer_refuses_a_folder_with_priorities(tmp_path: Path) -> None:
+    CompressedPrioritizedReplayBuffer(40, *IMAGE_SPACES, storage_dir=tmp_path / "a").close()
+    with pytest.raises(InvalidArgumentError, match=r"contains \['priorities'\] of another class"):
+        CompressedReplayBuffer(40, *IMAGE_SPACES, storage_dir=tmp_path / "a")
+    CompressedPrioritizedReplayBuffer(40, *IMAGE_SPACES, storage_dir=tmp_path / "a").close()
+
+
+# -- saved buffers are small and load with the same transitions; damaged files are refused
+
+THREE_ACTIONS = spaces.Discrete(3)
+SMALL = spaces.Box(0, 255, (3, 6, 5), np.uint8)
+
+
+def make_model(kind: str, ours: bool, **options: Any) -> Any:
+    """Return a DQN or SAC model with a compressed replay buffer, or with SB3's."""
+    defaults: dict[str, Any] = {
+        "learning_starts": 10_000,
+        "seed": 0,
+        "device": "cpu",
+        "policy_kwargs": {"net_arch": [4]},
+    }
+    defaults["replay_buffer_class"] = REPLAY[kind][0 if ours else 1]
+    if kind == "plain":
+        return without_logger(DQN("CnnPolicy", image_env(), buffer_size=400, **defaults, **options))
+    return without_logger(SAC("MultiInputPolicy", make_reach_vec_env(size=36), buffer_size=80, **defaults, **options))
+
+
+@pytest.mark.filterwarnings("ignore:The last trajectory in the replay buffer will be truncated")
+@pytest.mark.parametrize(
+    ("kind", "n_steps", "options", "load"),
+    [
+        ("plain", 500, {}, {}),
+        ("hindsight", 50, {"copy_info_dict": True}, {"truncate_last_traj": True}),
+        ("hindsight", 120, {}, {"truncate_last_traj": True}),
+    ],
+)
+def test_model_saves_and_loads_replay_buffer(
+    kind: str, n_steps: int, options: dict[str, Any], load: dict[str, Any], tmp_path: Path
+) -> None:
+    loaded, sizes = [], []
+    for ours in (True, False):
+        model = make_model(kind, ours, replay_buffer_kwargs=options)
+        model.learn(n_steps)
+        path = tmp_path / f"{ours}.pkl"
+        model.save_replay_buffer(path)
+        sizes.append(path.stat().st_size)
+        model.replay_buffer = None
+        model.load_replay_buffer(path, **load)
+        assert getattr(model.replay_buffer, "env", model.env) is model.env
+        loaded.append(model.replay_buffer)
+    assert type(loaded[0]) is REPLAY[kind][0]
+    assert_same(loaded[0], loaded[1])
+    add_all(loaded, collect_transitions(model.env, 50))
+    assert_same(loaded[0], loaded[1])
+    assert sizes[0] < sizes[1] / (20 if kind == "plain" else 1)
+    again = REPLAY[kind][0].load(tmp_path / "True.pkl", device="cpu")
+    assert again.size() == min(n_steps // 2, again.buffer_size)
+    assert again.device == torch.device("cpu")
+
+
+def test_copy_of_hindsight_buffer_separates_episodes_with_the_same_first_row() -> None:
+    image, place = SMALL, spaces.Box(-1, 1, (2,), np.float32)
+    goals = spaces.Dict(observation=image, achieved_goal=place, desired_goal=place)
+    ours, theirs = make_buffers("hindsight", 3, goals, THREE_ACTIONS, 1, env=None)
+    source = TransitionSource(goals, THREE_ACTIONS, 1)
+    for done in (False, False, True, False, True):
+        obs, next_obs, action, reward, _, infos = source.step()
+        add_all((ours, theirs), [(obs, next_obs, action, reward, np.array([done]), infos)])
+    assert pickle.loads(pickle.dumps(ours)).ep_length.tolist() == theirs.ep_length.tolist() == [[2], [2], [0]]
+
+
+def make_small_buffers() -> tuple[CompressedReplayBuffer, ReplayBuffer]:
+    """Return a compressed replay buffer and SB3's, both with the same transitions."""
+    buffers = make_buffers("plain", 20, SMALL, THREE_ACTIONS, codec="raw")
+    source = TransitionSource(SMALL, THREE_ACTIONS, 2)
+    add_all(buffers, [source.step() for _ in range(12)])
+    return buffers
+
+
+@pytest.fixture(scope="module")
+def saved_buffer() -> bytes:
+    return pickle.dumps(make_small_buffers()[0], protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def test_file_of_sb3s_buffer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(make_small_buffers()[1]))
+    with pytest.raises(CorruptFileError, match="contains a ReplayBuffer, expected a CompressedReplayBuffer"):
+        CompressedReplayBuffer.load(tmp_path / "buffer.pkl")
+
+
+def test_unknown_format_version_is_refused(tmp_path: Path) -> None:
+    state = make_small_buffers()[0].__getstate__()
+    for version in (2, None):
+        with pytest.raises(CorruptFileError, match=f"has format {version}, but this version reads 1; use the version"):
+            CompressedReplayBuffer.__new__(CompressedReplayBuffer).__setstate__({**state, "format": version})
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+def test_damaged_file_is_refused_or_loads_same_transitions(
+    saved_buffer: bytes, tmp_path: Path, place: float, flip: int
+) -> None:
+    """Some bytes are irrelevant, but a file never loads with different transitions."""
+    data = bytearray(saved_buffer)
+    data[int(place * len(data))] ^= flip
+    path = tmp_path / "buffer.pkl"
+    path.write_bytes(data)
+    try:
+        loaded = CompressedReplayBuffer.load(path, device="cpu")
+    except CorruptFileError:
+        return
+    # Damage in the pickled spaces of gymnasium may go undetected, but it does not affect samples.
+    rows = np.arange(10)
+    original = make_small_buffers()[0]
+    for name in ("actions", "rewards", "dones", "timeouts", "observations", "next_observations"):
+        left, right = getattr(loaded, name)[rows], getattr(original, name)[rows]
+        np.testing.assert_array_equal(left, right, err_msg=f"byte {int(place * len(data))} flipped by {flip}")
+
+
+def test_failed_load_closes_the_file(saved_buffer: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "buffer.pkl"
+    path.write_bytes(saved_buffer[:-9])
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(CorruptFileError):
+            CompressedReplayBuffer.load(path)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from stable_baselines3 import DQN, PPO
+from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback, EveryNTimesteps
 from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
@@ -44,7 +44,6 @@ class Rows(KVWriter):
 
 
 def train(kind: type, venv: Any, callback: BaseCallback, timesteps: int, **options: Any) -> list[dict[str, Any]]:
-    """Train, and return the rows of the log."""
     model: Any = kind("MlpPolicy", venv, device="cpu", **options)
     rows = Rows()
     model.set_logger(Logger(None, [rows]))
@@ -85,12 +84,3 @@ def test_durations_of_environments_rollouts_and_updates_are_logged() -> None:
 def test_callback_in_an_event_callback_is_refused(wrap: Callable[[Any], BaseCallback]) -> None:
     with pytest.raises(InvalidArgumentError, match=r"only at events.*callback=\[other_callback, VecEnvTiming"):
         train(PPO, DummyVecEnv([cart_pole]), wrap(VecEnvTimingCallback()), 64, **PPO_OPTIONS)
-
-
-def test_durations_of_off_policy_training_are_means() -> None:
-    venv = DummyVecEnv([lambda: SlowEnv(cart_pole())])
-    rows = train(DQN, venv, VecEnvTimingCallback(), 120, learning_starts=0, buffer_size=200, train_freq=4)
-    assert len(rows) > 1
-    assert all(row["time/rollout"] >= 4 * STEP for row in rows)
-    assert all(row["time/update"] >= UPDATE for row in rows)
-    assert not any("time/env_step" in row for row in rows)  # DummyVecEnv measures nothing

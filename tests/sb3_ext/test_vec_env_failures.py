@@ -5,11 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import multiprocessing
 import os
 import pickle
-import re
-import resource
 import signal
 import threading
 import time
@@ -18,11 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
 
+from rl_ext_core import resources
 from rl_ext_core.errors import (
     EnvironmentOutputError,
     InvalidArgumentError,
@@ -31,7 +28,9 @@ from rl_ext_core.errors import (
     WorkerError,
 )
 from rl_ext_core.recording.episode_log import LogMemory
-from sb3_ext.vec_env import SharedMemoryVecEnv
+from rl_ext_core.vector import channel
+from rl_ext_core.vector.channel import SpinWaiter, should_spin
+from sb3_ext import SharedMemoryVecEnv
 from tests.sb3_ext.vec_checks import FAST, no_workers
 from tests.sb3_ext.vec_test_envs import Counting, Failing, Informing, RandomEnv, Returning, Unpicklable
 
@@ -129,27 +128,6 @@ def test_hanging_environments_exceed_timeouts(when: str, how: str) -> None:
     assert ("does not even react to signals" in str(error)) or "in fail" in str(error) or "in hang_in_c" in str(error)
 
 
-class SingleProcess(gym.Env[Any, Any]):
-    """Environment whose constructor hangs outside the main process."""
-
-    observation_space, action_space = spaces.Box(-1, 1), spaces.Discrete(2)
-
-    def __init__(self) -> None:
-        if multiprocessing.parent_process() is not None:
-            time.sleep(600)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        return np.zeros(1, np.float32), 0.0, False, False, {}
-
-
-def test_start_timeout_includes_copying_an_instance() -> None:
-    with pytest.raises(WorkerError, match=r"did not answer within 1 s"):
-        SharedMemoryVecEnv([SingleProcess()], start_timeout=1)
-
-
 def test_error_names_environment_in_shared_worker() -> None:
     with expect_failure() as found:
         run_episodes(make_failing_vec_env("step", "SIGSEGV", at=2, n_workers=1, start_method=FAST, step_timeout=60.0))
@@ -169,29 +147,32 @@ def test_worker_killed_between_calls_is_reported_at_next_call() -> None:
     venv.close()
 
 
-def test_unpicklable_info_key_is_named() -> None:
-    with expect_failure() as found:
-        run_episodes(SharedMemoryVecEnv([Counting, Unpicklable, Counting], FAST, n_workers=1))
-    assert found.value.notes["environment"] == 1
-    assert "info['lock'] cannot be pickled" in str(found.value)
-    assert isinstance(found.value.__cause__, EnvironmentOutputError)
-
-
 BOX, BYTES = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(0, 255, (2,), np.uint8)
 NO_ARRAYS = spaces.Dict(a=spaces.Tuple((spaces.Discrete(2), spaces.Sequence(spaces.Discrete(2)))))
-WRONG = [
-    (BOX, np.zeros(4, np.float32), "the observation has the shape (4,) where the observation space says (3,)"),
-    (spaces.Tuple((BOX, BYTES)), (np.zeros(3, np.float32), np.full(3, 1)), "observation[1] has the shape (3,)"),
+WRONG: list[tuple[Any, str, str]] = [
+    (
+        functools.partial(Returning, BOX, np.zeros(4, np.float32)),
+        "reset",
+        "the observation has the shape (4,) where the observation space says (3,)",
+    ),
+    (
+        functools.partial(Returning, spaces.Tuple((BOX, BYTES)), (np.zeros(3, np.float32), np.full(3, 1))),
+        "reset",
+        "observation[1] has the shape (3,)",
+    ),
+    (functools.partial(Informing, "reset", None), "reset", "reset() returned an info of type NoneType"),
+    (functools.partial(Informing, "end", []), "step", "step() returned an info of type list"),
+    (Unpicklable, "step", "info['lock'] cannot be pickled"),
 ]
 
 
-@pytest.mark.parametrize(("space", "observation", "said"), WRONG)
-def test_observations_that_do_not_fit_their_space_are_refused(space: Any, observation: Any, said: str) -> None:
+@pytest.mark.parametrize(("build", "phase", "said"), WRONG)
+def test_wrong_observations_and_infos_are_refused(build: Any, phase: str, said: str) -> None:
     with expect_failure() as found:
-        SharedMemoryVecEnv([functools.partial(Returning, space, observation)], FAST).reset()
+        run_episodes(SharedMemoryVecEnv([build] * 3, FAST))
     assert said in str(found.value)
     assert isinstance(found.value.__cause__, EnvironmentOutputError)
-    assert found.value.phase == "reset"
+    assert found.value.phase == phase
 
 
 def test_exceptions_in_methods_leave_environments_usable() -> None:
@@ -279,26 +260,6 @@ def test_invalid_arguments_are_refused(env_fns: Any, options: Any, kind: type[Ex
     assert no_workers()
 
 
-@pytest.mark.parametrize(("when", "info"), [("reset", None), ("end", [])])
-def test_info_of_invalid_type_is_refused(when: str, info: Any) -> None:
-    method = "reset" if when == "reset" else "step"
-    said = rf"environment 1 of 3.*in {method}: raised .*{method}\(\) returned an info of type {type(info).__name__}"
-    with expect_failure() as found:
-        run_episodes(SharedMemoryVecEnv([Counting, functools.partial(Informing, when, info), Counting], FAST))
-    assert re.search(said, str(found.value)), found.value
-
-
-def test_more_workers_than_open_file_limit_allows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()  # which would close files of other tests after they were counted
-    held = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (held + 55, held + 55))
-    with pytest.raises(InvalidArgumentError, match=r"n_workers=4 needs 40 file descriptors.*Use n_workers=3 or fewer"):
-        SharedMemoryVecEnv([Counting] * 4)
-    venv = SharedMemoryVecEnv([Counting] * 4, n_workers=3)
-    venv.reset()
-    venv.close()
-
-
 class Overwriting(Counting):
     """Environment that writes to wrong addresses, and dies."""
 
@@ -316,3 +277,46 @@ def test_a_damaged_log_does_not_hide_the_failure() -> None:
         venv.step(ACTIONS[:2])
     assert "killed by SIGSEGV" in str(found.value)
     assert "cannot be replayed, because its log is damaged" in str(found.value)
+
+
+# -- waits that spin before they block, as on machines with a core for each process
+
+LONG_S = 1.0
+
+
+@pytest.fixture
+def long_spinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make waits spin for a second on any machine; forked workers inherit this."""
+    monkeypatch.setattr(channel, "should_spin", lambda num_workers: True)
+    for name in ("ANSWER_SECONDS", "COMMAND_SECONDS", "_PREEMPTED_SECONDS"):
+        monkeypatch.setattr(SpinWaiter, name, LONG_S)
+    yield
+    assert no_workers()
+
+
+def test_waiting_spins_only_if_each_process_has_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, num_workers, expected in ((3, 2, True), (2, 2, False), (2, 1, True), (1, 1, False)):
+        monkeypatch.setattr(resources, "usable_cores", lambda cores=cores: cores)
+        assert should_spin(num_workers) is expected
+
+
+@pytest.mark.usefixtures("long_spinning")
+def test_worker_death_is_detected_while_spinning() -> None:
+    venv = SharedMemoryVecEnv([Counting, lambda: Failing("step", "os._exit", after=0)], FAST)
+    venv.reset()
+    with pytest.raises(WorkerError, match="environment 1 of 2, in step"):
+        venv.step(np.zeros(2, np.int64))
+
+
+@pytest.mark.usefixtures("long_spinning")
+def test_unread_wake_bytes_do_not_block() -> None:
+    venv = SharedMemoryVecEnv([Counting], FAST)
+    venv.reset()
+    (worker,) = venv._pool.workers
+    for _ in range(70_000):  # more than a pipe holds
+        worker.wake_worker()
+    worker.interrupt_wait()
+    assert [venv.step(np.zeros(1, np.int64))[0][0, 0] for _ in range(3)] == [1, 2, 3]
+    time.sleep(LONG_S + 0.2)  # the worker blocks now
+    assert venv.step(np.zeros(1, np.int64))[0][0, 0] == 4
+    venv.close()

@@ -39,7 +39,6 @@ class World(Counting):
     label = "new"
 
     def count(self) -> int:
-        """Return the number of steps in this episode."""
         return self._count
 
     def double(self, number: int) -> int:

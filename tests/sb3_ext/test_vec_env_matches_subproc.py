@@ -1,4 +1,4 @@
-"""SharedMemoryVecEnv returns the bits of SubprocVecEnv, also under wrappers and algorithms."""
+"""SharedMemoryVecEnv returns the bits of SubprocVecEnv."""
 
 from __future__ import annotations
 
@@ -11,24 +11,17 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
-from stable_baselines3 import PPO
-from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import (
     DummyVecEnv,
     SubprocVecEnv,
     VecEnv,
-    VecFrameStack,
-    VecNormalize,
 )
 
-from sb3_ext import AutoVecEnv
 from sb3_ext.vec_env import SharedMemoryVecEnv
-from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, open_vec_env_pair, rollout
-from tests.sb3_ext.vec_test_envs import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, Returning, ReusedArrayEnv
+from tests.sb3_ext.vec_test_envs import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, Returning
 from tests.worker_servers import cold_server
 
 
@@ -100,18 +93,6 @@ def test_seeds_and_options_apply_to_next_reset_only() -> None:
         assert ours.reset_infos == [{"seed": None, "options": None}] * 3
 
 
-def test_last_observation_is_copied_if_environments_reuse_their_array() -> None:
-    """SB3's workers pickle it after the reset has overwritten it."""
-    actions = [np.zeros(2, np.int64)] * 30
-    found = []
-    for kind in (ReusedArrayEnv, RandomEnv):
-        venv = SharedMemoryVecEnv([functools.partial(kind, "Dict", infos=False)] * 2, FAST, n_workers=1)
-        found.append(rollout(venv, actions))
-        venv.close()
-    assert_equal(*found)
-    assert any("terminal_observation" in info for step in found[0][2:] for info in step[3])
-
-
 @pytest.mark.parametrize(
     ("space", "observation"),
     [
@@ -140,21 +121,7 @@ def test_observations_of_other_dtypes_equal_those_of_dummy_vec_env(space: Any, o
     assert said == ([] if fits else [text])
 
 
-def test_auto_vec_env_in_workers_returns_results_of_dummy_vec_env() -> None:
-    """SubprocVecEnv returns rewards in the environments' dtype, DummyVecEnv as float32."""
-    build = functools.partial(RandomEnv, rewards="large int")
-    chosen, theirs = AutoVecEnv([build] * 2, isolation="process", start_method=FAST), DummyVecEnv([build] * 2)
-    assert isinstance(chosen, SharedMemoryVecEnv)
-    for venv in (chosen, theirs):
-        venv.seed(5)
-    assert_equal(chosen.reset(), theirs.reset())
-    for action in np.random.default_rng(0).integers(4, size=(20, 2)):
-        assert_equal(chosen.step(action), theirs.step(action))
-        assert_equal(chosen.reset_infos, theirs.reset_infos)
-    chosen.close()
-
-
-# -- other methods, wrappers and training
+# -- other methods
 
 
 class MarkWrapper(gym.Wrapper[Any, Any, Any, Any]):
@@ -199,28 +166,6 @@ def call_methods(venv: VecEnv) -> list[Any]:
 def test_methods_return_results_of_subproc_vec_env() -> None:
     with open_vec_env_pair([make_wrapped_env] * 3, n_workers=2) as (ours, theirs):
         assert_equal(call_methods(ours), call_methods(theirs))
-
-
-def cart_pole() -> gym.Env[Any, Any]:
-    """Make CartPole in a Monitor."""
-    return Monitor(gym.make("CartPole-v1"))
-
-
-def train_weights(venv: VecEnv) -> list[Any]:
-    """Train PPO under SB3's wrappers; return its parameters and evaluation score."""
-    torch.manual_seed(0)
-    options = {"n_steps": 64, "batch_size": 64, "n_epochs": 2, "seed": 1, "device": "cpu"}
-    venv = VecNormalize(VecFrameStack(venv, n_stack=3))
-    model = without_logger(PPO("MlpPolicy", venv, **options))
-    model.learn(400)
-    venv.seed(2)
-    score = evaluate_policy(model, venv, n_eval_episodes=4)
-    return [*(value.detach().numpy() for value in model.get_parameters()["policy"].values()), list(score)]
-
-
-def test_weights_under_wrappers_equal_those_with_subproc_vec_env() -> None:
-    with open_vec_env_pair([cart_pole] * 3, n_workers=2) as (ours, theirs):
-        assert_equal(train_weights(ours), train_weights(theirs))
 
 
 def test_workers_import_neither_torch_nor_stable_baselines3() -> None:

@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from stable_baselines3 import PPO
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from sb3_ext import as_factory
 from sb3_ext.vec_env import SharedMemoryVecEnv
-from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import FAST, no_workers
 from tests.sb3_ext.vec_test_envs import Counting, Failing, FailingOnce, RandomEnv
 
@@ -186,23 +184,6 @@ def test_reset_with_worker_death_keeps_seed_and_options(tmp_path: Path) -> None:
     venv.close()
 
 
-def test_worker_error_names_attribute_that_was_not_set() -> None:
-    class Deadly(Settable):
-        """Environment whose process exits when its attribute ``deadly`` is set."""
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, os._exit(3) if name == "deadly" else value)
-
-    venv = SharedMemoryVecEnv([Settable, Deadly], FAST, **RESTARTING)
-    venv.reset()
-    with pytest.raises(WorkerError, match="environment 1 of 2, in set_attr"):
-        venv.set_attr("deadly", 1)
-    infos = venv.step(np.zeros(2, np.int64))[3]
-    assert "Not repeated: set_attr('deadly'). Call them again for environment 1." in infos[1]["worker_error"]
-    assert venv.timings.restarts == 1
-    venv.close()
-
-
 def step_repeatedly(venv: SharedMemoryVecEnv, count: int) -> None:
     """Reset, and take ``count`` steps."""
     venv.reset()
@@ -235,18 +216,3 @@ def test_restarted_environments_draw_differently() -> None:
     venv.close()
     for name in ("random", "numpy", "torch", "libc", "own"):
         assert len({tuple(draws[name]) for draws in seen}) == 3, name
-
-
-@pytest.mark.slow
-def test_ppo_trains_through_worker_crashes() -> None:
-    steps = {"SIGSEGV": 40, "raise what does not pickle": 45, "os._exit": 50, "hang": 150}
-    env_fns = [functools.partial(Failing, "step", how, after=after) for how, after in steps.items()]
-    venv = SharedMemoryVecEnv(env_fns, FAST, restart="truncate", step_timeout=3.0)
-    model = without_logger(PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=1, device="cpu", seed=0))
-    model.learn(64 * 4 * 4)
-    assert model.num_timesteps == 64 * 4 * 4
-    assert venv.timings.restarts >= sum(
-        255 // (after + 1) for after in steps.values()
-    )  # on a busy machine, a timeout may add one
-    venv.close()
-    assert no_workers()

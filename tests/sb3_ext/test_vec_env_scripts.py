@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests import programs
-from tests.core.processes.test_scripts import LIMIT_S, Program, delete_pymp_folders, find_session, program
+from tests.core.processes.test_scripts import LIMIT_S, Program, program
 
 __all__ = ["program"]
 
@@ -40,7 +37,6 @@ class World(gym.Env):
         return np.zeros(2, np.float32), {}
 
     def step(self, action):
-        while self.level == "hang": pass
         return np.ones(2, np.float32), 1.0, False, False, {}
 
 class Around(gym.Wrapper):
@@ -120,49 +116,6 @@ def test_environments_of_main_script_work_in_spawned_process(method: str, progra
     output, errors = process.communicate(timeout=4 * LIMIT_S)
     assert errors == ""
     assert output.splitlines() == ["[1, 1]", "[4, 4]", "torch.Size([2, 2, 2])"]
-
-
-DEATH = """
-if __name__ == "__main__":
-    from rl_ext_core.errors import WorkerError
-    venv = SharedMemoryVecEnv([lambda: World(), lambda: World("hang"), lambda: World()], {method!r})
-    venv.reset()
-    try:
-        print("ready", flush=True)
-        venv.step(np.zeros(3, np.int64))
-    finally:
-        if {closes}:
-            try: venv.close()
-            except WorkerError: pass
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "method", "closes"),
-    [
-        (signal.SIGKILL, "forkserver", False),
-        pytest.param(signal.SIGTERM, "spawn", False, marks=pytest.mark.exhaustive),
-        (signal.SIGINT, "fork", True),
-    ],
-)
-def test_no_worker_outlives_the_program(end: signal.Signals, method: str, closes: bool, program: Program) -> None:
-    process = start(program, SCRIPT + DEATH.format(method=method, closes=closes))
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.2)
-    assert len(psutil.Process(process.pid).children(recursive=True)) >= 3
-    process.send_signal(end)
-    process.wait(LIMIT_S)
-    assert not find_session(process.pid)
-    delete_pymp_folders(program)
-
-
-@pytest.mark.slow
-def test_program_without_close_exits(program: Program) -> None:
-    process = start(program, SCRIPT + "venv = SharedMemoryVecEnv([World] * 2)\nvenv.reset()\nprint('end')")
-    assert (*process.communicate(timeout=4 * LIMIT_S), process.returncode) == ("end\n", "", 0)
-    assert not find_session(process.pid)
 
 
 KEPT_AT_EXIT = """

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 
@@ -93,6 +94,9 @@ def assert_equal(ours: Any, theirs: Any, where: str = "") -> None:
             assert_equal(ours.tolist(), theirs.tolist(), where)
         else:
             assert ours.tobytes() == theirs.tobytes(), where
+    elif isinstance(theirs, torch.Tensor):
+        assert (type(ours), ours.device) == (type(theirs), theirs.device), where
+        assert_equal(ours.numpy(), theirs.numpy(), where)
     else:
         assert type(ours) is type(theirs), where
         assert ours == theirs or (ours != ours and theirs != theirs), where

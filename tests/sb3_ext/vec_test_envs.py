@@ -236,7 +236,6 @@ class Failing(Counting):
         self._fail_at("constructor")
 
     def _fail_at(self, when: str) -> None:
-        """Fail if the environment is to fail in this method."""
         if self._when == when:
             fail(self._how)
 

@@ -63,7 +63,6 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def storage_pointers(value: Any) -> set[int]:
-    """Return the addresses of the storages of all tensors."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors(value)}
 
 

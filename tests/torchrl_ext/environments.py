@@ -66,6 +66,70 @@ class DictWalk(Walk):
         return {"inner": inner, "image": np.full((2, 2, 3), int(place[:2].sum()) % 255, np.uint8)}
 
 
+class InfoWalk(Walk):
+    """Walk with infos in all steps, some steps, last steps, resets and nested dicts."""
+
+    KEYS = ("age", "number", "odd", "score", "fresh", "late", "early", "inner.age", "inner.score", "marks")
+
+    def _info(self, ended: bool) -> dict[str, Any]:
+        """Return an info whose keys depend on the step and on the end of the episode."""
+        number, step = self.episode + 1, self.step_count
+        mark = 100.0 * number + step
+        info: dict[str, Any] = {"age": step, "number": number, "marks": np.array([mark, -mark])}
+        info["inner"] = {"age": -step, **({"score": mark} if ended else {})}
+        info |= ({"odd": mark} if step % 2 else {}) | ({"score": mark} if ended else {"early": mark})
+        return info | ({"late": mark} if step else {})
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, _ = super().reset(**kwargs)
+        return observation, {**self._info(False), "fresh": self.episode + 0.5}
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, self._info(terminated or truncated)
+
+
+class BoxInfoWalk(InfoWalk):
+    """InfoWalk with an array as its action."""
+
+    action_space = spaces.Box(-1, 1, (1,), F32)
+
+    def step(self, action: Any) -> Any:
+        return super().step(round(3 * action.item()))
+
+
+class InPlaceInfoWalk(BoxInfoWalk):
+    """BoxInfoWalk that reuses one object each for observations, rewards, infos and marks, and overwrites its action."""
+
+    overwrites_actions = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.reward, self.marks, self.report = np.zeros(4, F32), np.zeros(()), np.zeros(2), {}
+
+    def _info(self, ended: bool) -> dict[str, Any]:
+        info = super()._info(ended)
+        self.marks[...] = info["marks"]
+        self.report.clear()
+        self.report.update(info, marks=self.marks)
+        return self.report
+
+    def observation(self) -> Any:
+        self.place[...] = super().observation()
+        return self.place
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = super().reset(**kwargs)
+        self.report.update(info)
+        return observation, self.report
+
+    def step(self, action: Any) -> Any:
+        observation, self.reward[...], *flags, info = super().step(action)
+        if self.overwrites_actions:
+            action[...] = 9
+        return observation, self.reward, *flags, info
+
+
 class SamplingEnv(gymnasium.Env[Any, Any]):
     """Environment of any two spaces that samples observations and records its actions."""
 
@@ -333,7 +397,6 @@ class SameStep:
         return self.observation(slice(None)), {}
 
     def final_observations(self, rows: list[int]) -> Any:
-        """Return the final observations of these rows, in this batch's form."""
         if self.form == "batch":
             return self.observation(slice(None))
         if self.form == "rows":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -20,13 +19,13 @@ from torchrl.data import Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
 from tests.core.devices.reporting_env import variables
+from tests.sb3_ext import vec_test_envs
 
 # Environment variable with the path of the log.
 EVENT_LOG = "RL_EXT_TEST_EVENT_LOG"
 
 
 def log_event(event: str) -> None:
-    """Append an event of an environment in this process to the log."""
     if EVENT_LOG in os.environ:
         with Path(os.environ[EVENT_LOG]).open("a") as file:
             file.write(f"{os.getpid()} {event}\n")
@@ -94,19 +93,11 @@ def fail(how: str) -> None:
         raise ValueError("the well is dry")
     if how == "raise what cannot be pickled":
         raise DryError(10.0, "the bucket")
-    if how == "segfault":
-        ctypes.string_at(0)
-    if how == "SIGKILL":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "os._exit":
-        os._exit(0)
-    if how == "sys.exit":
-        sys.exit("enough")
     if how.startswith("interrupt "):
         os.kill(int(how.split()[1]), signal.SIGINT)
         how = "hang"
-    if how == "hang":
-        time.sleep(1000)
+    if how:
+        vec_test_envs.fail({"segfault": "SIGSEGV"}.get(how, how))
 
 
 class Failing(Well):
@@ -118,7 +109,6 @@ class Failing(Well):
         self._fail_if_due("constructor")
 
     def _fail_if_due(self, occasion: str) -> None:
-        """Fail in the given way if this is the given occasion."""
         if occasion == self.when:
             fail(self.how)
 

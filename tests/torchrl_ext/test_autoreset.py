@@ -8,71 +8,24 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, TransformReward
 from gymnasium.wrappers import vector as wrappers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchrl.envs import RewardSum, StepCounter, TransformedEnv
+from torchrl.envs import StepCounter, TransformedEnv
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from tests.torchrl_ext.comparison import assert_same, make_vector_env, seeded_rollout
-from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, ManiSkill, SameStep, Walk
+from tests.torchrl_ext.comparison import assert_same, make_vector_env
+from tests.torchrl_ext.environments import Isaac, IsaacByIds, ManiSkill, SameStep, Walk
 from torchrl_ext import GymWrapper
 
 modes = pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-
-
-def check_against_single_environments(rollout: Any, makers: list[Any], seed: int) -> None:
-    """Compare a rollout with single environments, after a seeded and an unseeded reset."""
-    key: Any = ("inner", "place") if ("inner", "place") in rollout.keys(True) else "observation"
-
-    def place_of(observation: Any) -> Any:
-        return observation["inner"]["place"] if isinstance(observation, dict) else observation
-
-    actions = rollout["action"].argmax(-1)
-    for row, data in enumerate(rollout.unbind(0)):
-        env = makers[row % len(makers)]()
-        env.reset(seed=seed + row)
-        observation, _ = env.reset()
-        for step, now in enumerate(data.unbind(0)):
-            assert np.array_equal(now[key].numpy(), place_of(observation)), (row, step)
-            assert not now["done"]
-            observation, reward, terminated, truncated, _ = env.step(int(actions[row, step]))
-            after = now["next"]
-            assert np.array_equal(after[key].numpy(), place_of(observation)), (row, step)
-            assert after["reward"].item() == np.float32(reward)
-            assert after["terminated"].item() == terminated
-            assert after["truncated"].item() or not truncated
-            assert after["done"].item() == (after["terminated"] | after["truncated"]).item()
-            if after["done"]:
-                observation, _ = env.reset()
-
-
-@pytest.mark.sample
-@modes
-@settings(max_examples=30 if "CI" in os.environ else 10)
-@given(
-    lengths=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4),
-    cut=st.integers(1, 6),
-    nested=st.booleans(),
-)
-def test_rollouts_of_random_episode_lengths_match_single_environments(
-    mode: str, lengths: list[tuple[int, int]], cut: int, nested: bool
-) -> None:
-    makers: list[Any] = [partial(DictWalk if nested else Walk, low, low + more) for low, more in lengths]
-    env = (
-        GymWrapper(make_vector_env(makers, len(makers), mode))
-        .append_transform(StepCounter(cut))
-        .append_transform(RewardSum())
-    )
-    check_against_single_environments(seeded_rollout(env, 15), makers, 3)
 
 
 @pytest.mark.sample
@@ -168,33 +121,16 @@ def is_consecutive(rollout: Any, key: str) -> bool:
     return torch.equal(rollout["next"][key][..., 2], rollout[key][..., 2] + 1)
 
 
-def test_autoreset_mode_is_read_from_argument_or_config() -> None:
+def test_autoreset_mode_is_read_from_argument_config_or_attribute() -> None:
     for mode in (None, "Disabled", "DISABLED", gymnasium.vector.AutoresetMode.DISABLED):
         env = IsaacByIds(3, lengths=[2, 3, 4])
         env.cfg.auto_reset = False
         assert is_consecutive(GymWrapper(env, autoreset_mode=mode).rollout(8, break_when_any_done=False), "policy")
+    batch: Any = SameStep([2, 3], "batch")
+    batch.metadata, batch.autoreset_mode = {}, "SameStep"
+    assert is_consecutive(GymWrapper(batch).rollout(9, break_when_any_done=False), "observation")
     with pytest.raises(InvalidArgumentError, match="autoreset_mode='never': expected one of"):
         GymWrapper(IsaacByIds(3), autoreset_mode="never").reset()
-
-
-def test_autoreset_mode_is_read_from_attribute_or_inferred_from_final_obs() -> None:
-    class Wrapper:
-        """Wrapper that passes on calls but no attributes."""
-
-        metadata: ClassVar[dict[str, Any]] = {}
-
-        def __init__(self, env: Any) -> None:
-            self.unwrapped, self.num_envs, self.reset, self.step = env, env.num_envs, env.reset, env.step
-            self.observation_space, self.action_space = env.observation_space, env.action_space
-
-    for wrap in (lambda env: env, Wrapper):
-        for says in (True, False):  # without the attribute, final_obs reveals the mode
-            inner: Any = SameStep([2, 3], "batch")
-            inner.metadata = {}
-            if says:
-                inner.autoreset_mode = "SameStep"
-            rollout = GymWrapper(wrap(inner)).rollout(9, break_when_any_done=False)
-            assert is_consecutive(rollout, "observation")
 
 
 # -- partial resets of environments of other libraries
@@ -219,23 +155,6 @@ def test_environments_without_partial_resets_are_detected() -> None:
                 wrapped.reset(now.clone().set("_reset", torch.tensor([[True], [False], [False], [False]])))
     all_at_once = GymWrapper(Isaac(3, lengths=[9] * 3)).append_transform(StepCounter(4))  # never needs a partial reset
     assert all_at_once.rollout(12, break_when_any_done=False)["policy"][..., 2].max() == 3
-
-
-def test_reset_without_a_readable_signature_is_used_for_full_and_partial_resets() -> None:
-    inner = SameStep([3, 5], "batch")
-
-    class CompiledReset:
-        """Callable without a readable signature, as compiled functions have none."""
-
-        __signature__ = "none"
-        reset = staticmethod(inner.reset)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self.reset(*args, **kwargs)
-
-    inner.reset = CompiledReset()  # type: ignore[method-assign]
-    rollout = GymWrapper(inner).append_transform(StepCounter(2)).rollout(9, break_when_any_done=False)
-    assert torch.equal(rollout["observation"][..., 2], rollout["step_count"].squeeze(-1))
 
 
 def make_sim(**options: Any) -> Any:
@@ -321,60 +240,3 @@ def test_error_names_the_wrapper_that_drops_env_ids(wrap: Any, text: str) -> Non
     env.rollout(9, break_when_any_done=False)  # without partial resets, nothing is passed on
     with pytest.raises(InvalidArgumentError, match=text):
         TransformedEnv(env, StepCounter(max_steps=5)).rollout(24, break_when_any_done=False)
-
-
-class NumPySim(gymnasium.Env[Any, Any]):
-    """Two environments with resets by ``reset_mask``, of a class unknown to GymWrapper."""
-
-    num_envs = 2
-    single_observation_space = observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
-    single_action_space = action_space = spaces.Discrete(2)
-
-    def __init__(self, *, leaves_others: bool = True) -> None:
-        self.metadata = {"autoreset_mode": "Disabled"}
-        self.steps, self.leaves_others = np.zeros(2), leaves_others
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        rows = (options or {}).get("reset_mask", np.ones(2, bool))
-        self.steps[rows if self.leaves_others else slice(None)] = 0
-        return self.observation(), {}
-
-    def observation(self) -> Any:
-        """Return the next step number of each row."""
-        return (self.steps[:, None] + 1).astype(np.float32)
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        return self.observation(), np.ones(2), self.steps >= np.array([3, 5]), np.zeros(2, bool), {}
-
-
-def test_editing_data_in_place_does_not_trigger_the_partial_reset_check() -> None:
-    env = GymWrapper(NumPySim(), copy=False)
-    data = env.reset()
-    for _ in range(8):
-        data = env.rand_step(data)
-        data["next", "observation"].div_(255)
-        data["next", "observation"].numpy()[...] += 1
-        data = env.maybe_reset(env.step_mdp(data))
-    with pytest.raises(EnvironmentOutputError, match="also changed sub-environments outside the mask"):
-        GymWrapper(NumPySim(leaves_others=False), copy=False).rollout(8, break_when_any_done=False)
-
-
-def test_editing_done_flags_does_not_change_later_resets() -> None:
-    """Rows that were reset within the step are not reset again after edits of the flags."""
-
-    def play(edits: bool) -> Any:
-        """Roll out, optionally overwriting the flags; return the observations."""
-        env = GymWrapper(make_sim())
-        data, seen = env.reset(), []
-        for _ in range(6):
-            data = env.step(data.set("action", torch.zeros(3, 2)))
-            mask = data["next", "done"].clone()
-            if edits:
-                data["next", "done"].fill_(True)
-            data = env.step_mdp(data)
-            data = env.reset(data.set("_reset", mask)) if mask.any() else data
-            seen.append(data["policy"].clone())
-        return torch.stack(seen)
-
-    assert torch.equal(play(True), play(False))

@@ -68,48 +68,6 @@ def test_copies_continue_with_the_same_data(name: str, way: str) -> None:
     check_env_specs(other)
 
 
-@pytest.mark.parametrize("way", ["pickle", "deepcopy"])
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-@pytest.mark.parametrize(("at", "lengths"), [(1, (2, 3, 4)), (1, (2, 2, 2))])
-def test_copy_between_step_and_reset_resets_each_row_once(
-    mode: str, way: str, at: int, lengths: tuple[int, ...]
-) -> None:
-    """Rows that have reset themselves within the step are not reset again."""
-
-    def play(copied: Callable[[Any], Any]) -> list[Any]:
-        """Roll out nine steps, and replace the environment by a copy between step and reset."""
-        env = GymWrapper(make_vector_env([partial(Walk, n, n) for n in lengths], 3, mode), missing_final_obs="previous")
-        env.set_seed(0)
-        torch.manual_seed(0)
-        data, seen = env.reset(), []
-        for turn in range(9):
-            data = env.step(env.rand_action(data))
-            if turn == at:
-                env = copied(env)
-            seen.append(data["next", "observation"].clone())
-            data = env.maybe_reset(env.step_mdp(data))
-            seen.append(data["observation"].clone())
-        return seen
-
-    for one, other in zip(play(COPIES[way]), play(lambda env: env), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_environment_that_was_reset_before_wrapping_can_be_stepped_at_once() -> None:
-    inner = Walk()
-    observation, _ = inner.reset(seed=0)
-    env = GymWrapper(inner)
-    data = env.step(env.rand_action())
-    assert data["next", "observation"][1] == 1
-    batch, step, actions = Isaac(3), Isaac.step, []
-    batch.reset()
-    batch.step = lambda action: (actions.append(action), step(batch, action))[1]  # type: ignore[method-assign]
-    env = GymWrapper(batch)
-    assert env.step(env.rand_action())["next", "policy"][:, 2].tolist() == [1, 1, 1]
-    assert isinstance(actions[0], torch.Tensor)
-    assert not observation[1]
-
-
 # -- gymnasium.wrappers.NumpyToTorch
 
 
@@ -156,19 +114,6 @@ def play(env: Any, steps: int) -> list[Any]:
         before, data = env.step_and_maybe_reset(env.rand_action(data))
         seen += [before, data.copy()]
     return seen
-
-
-def test_dict_with_the_same_array_twice_is_stored_twice() -> None:
-    class SameArrayTwice(Walk):
-        """``Walk`` whose Dict observations have the same array under two keys."""
-
-        observation_space = spaces.Dict(a=box(4), b=box(4))  # type: ignore[assignment]
-
-        def observation(self) -> Any:
-            return dict.fromkeys("ab", super().observation())
-
-    data = play(GymWrapper(SameArrayTwice()), 9)[-2]["next"]
-    assert len(storage_pointers([data["a"], data["b"]])) == 2
 
 
 INNER: dict[str, Any] = {

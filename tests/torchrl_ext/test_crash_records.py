@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import pytest
 from torchrl.envs import Compose, RewardSum, Transform, TransformedEnv
 
@@ -15,7 +13,7 @@ from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.recording.capsule import read_capsule
 from tests.torchrl_ext.parallel_checks import no_workers_left
 from tests.torchrl_ext.parallel_environments import Failing, Well
-from torchrl_ext import GymEnv, GymWrapper, ParallelEnv
+from torchrl_ext import GymWrapper, ParallelEnv
 
 __all__ = ["no_workers_left"]
 
@@ -42,7 +40,6 @@ class FailingTransform(Transform):
 
 
 def make_with_failing_transform() -> Any:
-    """Build an environment whose transform fails."""
     return TransformedEnv(GymWrapper(Well()), Compose(FailingTransform()))
 
 
@@ -98,26 +95,3 @@ def test_nothing_is_recorded_without_recorder(crash_folder: Path) -> None:
 def test_recorder_must_be_a_folder() -> None:
     with pytest.raises(InvalidArgumentError, match=r'recorder=7 is not a folder: .* Use recorder="crashes"'):
         ParallelEnv(2, make_failing, recorder=7)
-
-
-@pytest.mark.slow
-def test_recorded_environments_return_the_same_data() -> None:
-    rollouts = []
-    for recorder in (True, False):
-        env = ParallelEnv(2, functools.partial(GymEnv, "CartPole-v1"), seed=5, recorder=recorder)
-        rollouts.append(env.rollout(60, make_policy(), break_when_any_done=False))
-        env.close()
-    assert (rollouts[0] == rollouts[1]).all()
-
-
-def make_policy() -> Any:
-    """Return a policy that alternates between two actions."""
-    space, count = gymnasium.spaces.Discrete(2), [0]
-
-    def act(tensordict: Any) -> Any:
-        count[0] += 1
-        action = tensordict["done"].new_zeros((*tensordict.shape, int(space.n)))
-        action[..., count[0] % 2] = True
-        return tensordict.set("action", action)
-
-    return act

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -14,8 +13,6 @@ from torchrl.envs import Compose, RewardSum, SerialEnv, StepCounter, Transformed
 import torchrl_ext
 from rl_ext_core.factory import as_factory
 from rl_ext_core.factory.record import source_of_environment
-from tests.core.factory.main_script import CHECKS, DEFINITIONS, script_with_pools
-from tests.launch_modes import LAUNCH_MODES, run_program
 
 CASES = [
     (lambda: torchrl.envs.GymEnv("CartPole-v1"), "lambda: GymEnv('CartPole-v1')"),
@@ -58,17 +55,3 @@ def test_appended_transforms_are_part_of_the_recorded_call() -> None:
     assert [type(one) for one in copied.transform] == [StepCounter, RewardSum]
     assert set(copied.rollout(9).keys(True)) == set(env.rollout(9).keys(True))
     assert copied.base_env is not env.base_env
-
-
-PARALLEL = script_with_pools(
-    "from torchrl_ext import ParallelEnv",
-    "[lambda factories: ParallelEnv(len(factories), factories)]",
-    'envs.reset()["observation"].tolist()',
-)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
-def test_objects_of_the_main_module_reach_workers_unchanged(launch_mode: str, tmp_path: Path) -> None:
-    text = DEFINITIONS + CHECKS + PARALLEL
-    assert "as expected" in run_program(launch_mode, text, tmp_path, preloaded="torchrl")

@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from torchrl.envs import check_env_specs
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchrl import envs as upstream
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import check_env_specs, default_info_dict_reader
 
 from rl_ext_core.errors import EnvironmentOutputError
-from tests.torchrl_ext.comparison import make_vector_env
-from tests.torchrl_ext.environments import SameStep, Walk
+from tests.torchrl_ext.comparison import assert_same_rollouts, make_vector_env
+from tests.torchrl_ext.environments import Isaac, IsaacByIds, SameStep, Walk
 from torchrl_ext import GymWrapper
 
-LENGTHS = {"apart": [2, 3, 5], "all at once": [3, 3, 3], "every step": [1, 1, 4]}
 libraries = pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
 # On a GPU, a step does not read which rows are done. The same code also runs on the CPU.
 ways = pytest.mark.parametrize("finds_done_rows", [True, False], ids=["as on a CPU", "as on a GPU"])
-
-nesting = pytest.mark.parametrize("nested", [False, True])
 
 
 def wrap(env: Any, *, finds_done_rows: bool = True, **kwargs: Any) -> Any:
@@ -47,29 +48,6 @@ def check_chain(rollout: Any, place: Any = "observation") -> None:
     assert torch.equal(after[~done[:, :-1]], before[~done[:, :-1]])
     begun = before[done[:, :-1]]
     assert torch.equal(after[done[:, :-1]], torch.stack([begun[:, 0], begun[:, 1] + 1, torch.zeros(len(begun))], -1))
-
-
-@pytest.mark.sample(quick=12, ci=40)
-@pytest.mark.parametrize("form", SameStep.FORMS)
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@nesting
-@libraries
-@ways
-def test_final_observations_are_read_in_every_form(
-    form: str, lengths: list[int], nested: bool, torch_tensors: bool, finds_done_rows: bool
-) -> None:
-    for categorical, name in ((True, "final_obs"), (False, "final_observation")):  # the older name
-        inner = SameStep(lengths, form, nested=nested, torch_tensors=torch_tensors, name=name)
-        env = wrap(inner, finds_done_rows=finds_done_rows, categorical_action_encoding=categorical)
-        rollout = env.rollout(13, break_when_any_done=False)
-        check_chain(rollout, place_key(nested))
-        for data in (rollout, rollout["next"]) if nested else ():
-            place = data["inner", "place"]
-            assert torch.equal(data["inner", "_private"], place[..., :1] * 2)
-            kind = data["kind"] if categorical else data["kind"].argmax(-1)
-            assert torch.equal(kind, (place[..., 0] + place[..., 2]).long())
-            assert categorical or (data["kind"].sum(-1) == 1).all()
-        check_env_specs(env)
 
 
 @ways
@@ -151,7 +129,6 @@ def test_final_observations_with_gymnasium_masks_are_read() -> None:
     final = env.final_observations
 
     def final_with_masks(rows: list[int]) -> Any:
-        """Return the final observations with gymnasium's masks of the rows that have them."""
         mask, batch = np.isin(np.arange(2), rows), final(rows)
         return {**batch, "inner": {**batch["inner"], "_place": mask}, "_inner": mask, "_kind": mask}
 
@@ -195,32 +172,259 @@ def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bo
     check_chain(rollout)
 
 
-def test_final_observation_of_a_key_that_torchrl_renames_is_found() -> None:
-    space = spaces.Dict(state=spaces.Box(-np.inf, np.inf, (4,), np.float32))
-
+def test_final_observations_of_renamed_keys_and_of_keys_that_look_like_masks() -> None:
     class StateWalk(Walk):
-        """``Walk`` with a key that TorchRL renames from ``state`` to ``observation``."""
+        """``Walk`` with a key that TorchRL renames to ``observation``, and one of the form of gymnasium's masks."""
 
-        observation_space = space  # type: ignore[assignment]
+        observation_space = spaces.Dict(state=Walk.observation_space, _state=spaces.Box(-9, 9, (2,), np.float32))  # type: ignore[assignment]
 
         def observation(self) -> Any:
-            return {"state": super().observation()}
+            return {"state": super().observation(), "_state": np.full(2, self.step_count, np.float32)}
 
     env = GymWrapper(make_vector_env([partial(StateWalk, 2, 2), partial(StateWalk, 5, 5)], 2, "SameStep"))
     rollout = env.rollout(12, break_when_any_done=False)
     assert torch.equal(rollout["next", "observation"][..., 1], rollout["observation"][..., 1] + 1)
+    assert torch.equal(rollout["next", "_state"][..., 0], rollout["next", "observation"][..., 1])
 
 
-def test_observation_key_that_looks_like_a_gymnasium_mask_is_kept() -> None:
-    class MaskNamedWalk(Walk):
-        """``Walk`` with a key ``_goal``, which has the form of gymnasium's mask for ``goal``."""
+# -- tests of infos in the data. tests/test_stepper.py compares them with those of single environments
 
-        observation_space = spaces.Dict(goal=Walk.observation_space, _goal=spaces.Box(-9, 9, (2,), np.float32))  # type: ignore[assignment]
+LONG = {"age": Unbounded((), dtype=torch.int64), "length": Unbounded((), dtype=torch.int64)}
 
-        def observation(self) -> Any:
-            return {"goal": super().observation(), "_goal": np.full(2, self.step_count, np.float32)}
 
-    env = GymWrapper(make_vector_env([partial(MaskNamedWalk, 2, 2), partial(MaskNamedWalk, 5, 5)], 2, "SameStep"))
-    rollout = env.rollout(12, break_when_any_done=False)
-    assert torch.equal(rollout["next", "_goal"][..., 0], rollout["next", "goal"][..., 1])
-    assert torch.equal(rollout["next", "goal"][..., 1], rollout["goal"][..., 1] + 1)
+def make_reader() -> Any:
+    """Make TorchRL's info reader for a single environment."""
+    return default_info_dict_reader(list(LONG), spec=LONG)
+
+
+class ResetInfos(Walk):
+    """``Walk`` with other infos at resets."""
+
+    def __init__(self, reset_info: Any) -> None:
+        super().__init__(5, 5)
+        self.reset_info = reset_info
+
+    def reset(self, **kwargs: Any) -> Any:
+        return super().reset(**kwargs)[0], self.reset_info
+
+
+def test_one_reader_serves_several_environments() -> None:
+    one = make_reader()
+    single, batch, other = (
+        GymWrapper(env) for env in (Walk(), make_vector_env(Walk, 3, "SameStep"), make_vector_env(Walk, 5, "SameStep"))
+    )
+    for env in (batch, single, other):
+        env.set_info_dict_reader(one)
+        check_env_specs(env)
+    assert one.info_spec == Composite(LONG)
+
+
+def test_custom_info_reader_gets_infos_without_final_entries() -> None:
+    seen: list[Any] = []
+
+    def read_half_age(info: Any, data: Any) -> Any:
+        seen.append(info)
+        return data.set("half", torch.as_tensor(info["age"]) / 2)
+
+    ours, theirs = (cls(Walk()).set_info_dict_reader(read_half_age) for cls in (GymWrapper, upstream.GymWrapper))
+    rollout = assert_same_rollouts(ours, theirs, 20)
+    assert torch.equal(rollout["next", "half"] * 2, rollout["next", "observation"][:, 1])
+    env = GymWrapper(make_vector_env(Walk, 2, "SameStep")).set_info_dict_reader(read_half_age)
+    seen.clear()
+    env.rollout(20, break_when_any_done=False)
+    assert not any("final_obs" in info or "final_info" in info for info in seen)
+
+
+@pytest.mark.parametrize("reset_info", [None, {}])
+def test_infos_missing_at_single_resets_are_zero(reset_info: Any) -> None:
+    ours, theirs = (
+        cls(ResetInfos(reset_info)).set_info_dict_reader(make_reader()) for cls in (GymWrapper, upstream.GymWrapper)
+    )
+    rollout = assert_same_rollouts(ours, theirs, 30)
+    assert (rollout["age"][rollout["observation"][:, 1] == 0] == 0).all()
+
+
+def report_info(inner: Any, name: str, value: Any) -> Any:
+    step = inner.step
+
+    def step_and_report(action: Any) -> Any:
+        *result, info = step(action)
+        return (*result, {**info, name: value()})
+
+    inner.step = step_and_report
+    return inner
+
+
+def test_info_arrays_are_copied() -> None:
+    count = np.zeros(2)
+    inner = report_info(Walk(9, 9), "count", lambda: np.add(count, 1, out=count))
+    env = GymWrapper(inner).set_info_dict_reader(
+        default_info_dict_reader(["count"], spec=[Unbounded((2,), dtype=torch.float64)])
+    )
+    assert env.rollout(6)["next", "count"].tolist() == [[step, step] for step in range(1, 7)]
+
+
+def as_object_array(parts: list[Any]) -> Any:
+    """Return infos as an object array, as gymnasium did before 1.0."""
+    objects = np.full(len(parts), None, object)
+    for row, part in enumerate(parts):
+        objects[row] = part
+    return objects
+
+
+FINAL_INFOS: dict[str, Any] = {
+    "tensors": lambda steps, done: {"age": torch.as_tensor(steps), "late": torch.as_tensor(steps > 2)},
+    "arrays": lambda steps, done: {"age": steps, "late": steps > 2},
+    "objects": lambda steps, done: as_object_array(
+        [{"age": step} if end else None for step, end in zip(steps, done, strict=True)]
+    ),
+    "list": lambda steps, done: [{"age": step} if end else None for step, end in zip(steps, done, strict=True)],
+}
+
+
+@pytest.mark.parametrize("form", FINAL_INFOS)
+def test_final_infos_replace_those_of_the_reset(form: str) -> None:
+    inner = SameStep([3, 4, 5], "batch", torch_tensors=form == "tensors")
+    step = inner.step
+
+    def step_and_report(action: Any) -> Any:
+        """Step, and report infos of new episodes with the final infos of ended ones."""
+        steps = inner.steps + 1
+        done = steps >= inner.lengths
+        observation, *rest, info = step(action)
+        info["age"], info["fresh"] = (inner.array(inner.steps.copy()), inner.array(done * 1))  # of the new episodes
+        if done.any():
+            info["final_info"] = FINAL_INFOS[form](steps, done)
+        return (observation, *rest, info)
+
+    inner.step = step_and_report  # type: ignore[method-assign]
+    spec = {name: Unbounded((), dtype=torch.int64) for name in ("age", "fresh")}
+    env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(list(spec), spec=spec))
+    after = env.rollout(9, break_when_any_done=False)["next"]
+    assert torch.equal(after["age"], after["observation"][..., 2].long())
+    assert not after["fresh"].any()  # steps that end episodes do not have it
+
+
+# -- values that are not arrays
+
+VALUES: dict[str, Any] = {
+    "a float": (1.5, torch.float64),
+    "a boolean": (True, torch.bool),
+    "an array of objects": (np.array([1, 2], object), torch.int64),
+    "a tensor": (torch.ones(2), torch.float32),
+}
+
+
+@pytest.mark.parametrize("mode", [None, "SameStep"])
+@pytest.mark.parametrize("name", VALUES)
+def test_auto_register_info_dict_registers_numbers_of_all_dtypes(name: str, mode: str | None) -> None:
+    value, dtype = VALUES[name]
+
+    def make_env() -> Any:
+        return report_info(Walk(3, 5), "value", lambda: value)
+
+    env = GymWrapper(make_vector_env(make_env, 2, mode) if mode else make_env()).auto_register_info_dict()
+    check_env_specs(env)
+    after = env.rollout(12, break_when_any_done=False)["next"]
+    assert after["value"].dtype is dtype
+    expected = torch.as_tensor(np.asarray(value).astype(float)).to(dtype)
+    assert torch.equal(after["value"], expected.expand(*after.batch_size, *expected.shape))
+
+
+@pytest.mark.parametrize("count", [None, 2])
+@pytest.mark.parametrize("value", ["left", object(), [1, [2, 3]]], ids=lambda value: type(value).__name__)
+def test_infos_that_are_not_numbers_are_rejected(value: Any, count: int | None) -> None:
+    def make_env() -> Any:
+        return report_info(Walk(3, 3), "value", lambda: value)
+
+    def wrap_env() -> Any:
+        return GymWrapper(make_vector_env(make_env, count, "SameStep") if count else make_env())
+
+    with pytest.raises(EnvironmentOutputError, match=r"info 'value' .*Name the keys to read: ") as caught:
+        wrap_env().auto_register_info_dict()
+    env = wrap_env()
+    eval(str(caught.value).rpartition("read: ")[2], {**globals(), "env": env})
+    after = env.rollout(5, break_when_any_done=False)["next"]
+    assert after["age"].any()
+    assert "value" not in after
+
+
+def test_scalar_info_of_a_batch_is_rejected() -> None:
+    inner = report_info(IsaacByIds(3, final_obs=True), "mean", lambda: 2.5)
+    env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(["mean"]))
+    with pytest.raises(EnvironmentOutputError, match=r"info 'mean' has the shape \(\).*\(3,\)"):
+        env.rollout(2)
+
+
+def test_none_in_infos_counts_as_absent() -> None:
+    inner = Walk(3, 3)
+    report_info(inner, "goal", lambda: None if inner.step_count % 2 else 2.5)
+    spec = {"goal": Unbounded((), dtype=torch.float64)}
+    env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(list(spec), spec=spec))
+    assert env.rollout(6, break_when_any_done=False)["next", "goal"].tolist() == [0, 2.5, 0, 0, 2.5, 0]
+
+
+# -- test that steps of a torch environment on a GPU do not synchronize with it
+
+SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
+SYNCHRONIZING += ("cpu", "numpy", "tolist")
+
+
+class OperationRecorder(TorchDispatchMode):
+    """Torch mode that records the wrapper's operations, without the environment's."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._inside = False
+        self._step, env.step = env.step, self._step_unrecorded
+
+    def _step_unrecorded(self, action: Any) -> Any:
+        """Step the environment without recording its operations."""
+        self._inside = True
+        try:
+            return self._step(action)
+        finally:
+            self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._inside:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class MethodRecorder(TorchFunctionMode):
+    """Torch mode that records method calls, including those that run no operation."""
+
+    def __init__(self, operations: OperationRecorder) -> None:
+        super().__init__()
+        self.operations = operations
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.operations._inside:
+            self.operations.names.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_steps(*, finds_done_rows: bool, final_obs: bool, missing: str = "nan") -> list[str]:
+    """Return the names of all operations of a wrapper's steps and partial resets."""
+    env = Isaac(6, final_obs=final_obs)
+    watch = OperationRecorder(env)
+    wrapper = GymWrapper(env, missing_final_obs=missing)
+    tensordict = wrapper.reset()
+    wrapper.__dict__["_engine"]._finds_done_rows = finds_done_rows
+    done = 0
+    actions = wrapper.action_spec.zero()
+    with watch, MethodRecorder(watch):
+        for _ in range(12):
+            tensordict.set("action", actions)
+            step, tensordict = wrapper.step_and_maybe_reset(tensordict)
+            done += step["next", "done"].sum()
+    assert done > 0, "no episode ended in these steps"
+    return [name for name in watch.names if name in SYNCHRONIZING]
+
+
+def test_gpu_step_does_not_synchronize() -> None:
+    for final_obs, missing in ((True, "nan"), (False, "nan"), (False, "previous")):
+        assert operations_of_steps(finds_done_rows=False, final_obs=final_obs, missing=missing) == []
+    assert operations_of_steps(finds_done_rows=True, final_obs=True)  # the check can fail

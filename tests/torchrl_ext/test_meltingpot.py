@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import psutil
 import pytest
 
 from tests.core.devices.run_code import environment
+from tests.ray_scripts import MARK, wait_for_marked_processes
 from tests.torchrl_ext.in_meltingpot.venv import python
 
 FOLDER = Path(__file__).parent / "in_meltingpot"
@@ -31,10 +31,10 @@ def num_workers() -> int:
 def answers(num_workers: int, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run ``program.py`` with Melting Pot's interpreter, and return what it prints."""
     folder = tmp_path_factory.mktemp("meltingpot")
-    mark = f"{folder}/simulators"
+    variables = {"LAB2D_LOG": f"{folder}/simulators", MARK: str(folder)}
     done = subprocess.run(
         [python(), FOLDER / "program.py", str(num_workers)],
-        env=environment(LAB2D_LOG=mark, PYTHONPATH=str(FOLDER), CUDA_VISIBLE_DEVICES="", TF_ENABLE_ONEDNN_OPTS="0"),
+        env=environment(**variables, PYTHONPATH=str(FOLDER), CUDA_VISIBLE_DEVICES="", TF_ENABLE_ONEDNN_OPTS="0"),
         cwd=folder,
         capture_output=True,
         text=True,
@@ -42,27 +42,9 @@ def answers(num_workers: int, tmp_path_factory: pytest.TempPathFactory) -> list[
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert wait_for_processes(mark) == []
+    assert wait_for_marked_processes(str(folder)) == []
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def wait_for_processes(mark: str) -> list[str]:
-    """Wait for the processes with this variable, and return those that still run."""
-    deadline = time.monotonic() + 120
-    while True:
-        running = [process for process in psutil.process_iter() if has_variable(process, mark)]
-        if not running or time.monotonic() > deadline:
-            return [str(process) for process in running]
-        time.sleep(0.1)
-
-
-def has_variable(process: psutil.Process, mark: str) -> bool:
-    """Return whether a process has the variable with this value."""
-    try:
-        return process.environ().get("LAB2D_LOG") == mark
-    except psutil.Error:
-        return False
 
 
 def test_documented_line_starts_independent_workers(answers: list[dict[str, Any]], num_workers: int) -> None:

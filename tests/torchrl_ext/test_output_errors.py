@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from torchrl.data import Unbounded
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from tests.torchrl_ext.comparison import make_vector_env
@@ -239,13 +238,6 @@ def test_frame_skip_of_vectorized_environments_is_rejected() -> None:
     env.wrapper_frame_skip = 4
     with pytest.raises(InvalidArgumentError, match=r"frame_skip=4"):
         env.rollout(3)
-
-
-def test_fractional_batch_reward_is_rejected_by_an_integer_spec() -> None:
-    env = GymWrapper(make_vector_env(Walk, 2, "NextStep"))  # Walk's rewards end in .5
-    env.reward_spec = Unbounded((2, 1), dtype=torch.int64)
-    with pytest.raises(EnvironmentOutputError, match=r"'reward' has the dtype torch\.float64, which loses"):
-        env.rand_step(env.reset())
 
 
 @pytest.mark.parametrize("reward", [1.5, float("nan")])
