@@ -10,7 +10,7 @@ import torch as th
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_ext.observations import IndexArray, Observations
+from sb3_ext.observations import HandlesByKey, IndexArray, Observations
 
 Mask = npt.NDArray[np.bool_]
 
@@ -74,6 +74,62 @@ def sequences_around(
     :param env: Environment to normalize observations and rewards with
     :return: Sequences
     """
+    steps = _find_steps(buffer, observations, rows, envs, length=length, burn_in=burn_in)
+    places, is_padded = (steps.rows, steps.envs), not steps.present.all()
+    obs, next_obs = observations.decode_handles(steps.handles)
+    rewards = buffer.rewards[places]
+    if env is not None:
+        obs, next_obs = buffer._normalize_obs(obs, env), buffer._normalize_obs(next_obs, env)
+        rewards = buffer._normalize_reward(rewards, env)
+
+    def tensor(array: npt.NDArray[Any], *shape: int) -> th.Tensor:
+        """Return values of all steps as a tensor of shape ``(batch, steps, *shape)``, zero in the padding."""
+        array = array.reshape(*steps.present.shape, *shape)
+        if is_padded:
+            array[~steps.present] = 0
+        return th.as_tensor(array, device=buffer.device)
+
+    def obs_tensors(part: Any) -> Any:
+        """Return observations of all steps as a tensor, or a dict of tensors for a ``Dict``."""
+        if isinstance(part, dict):
+            return {key: tensor(array, *array.shape[1:]) for key, array in part.items()}
+        return tensor(part, *part.shape[1:])
+
+    return SequenceSamples(
+        observations=obs_tensors(obs),
+        actions=tensor(buffer.actions[places], buffer.action_dim),
+        next_observations=obs_tensors(next_obs),
+        dones=tensor(buffer.dones[places] * (1 - buffer.timeouts[places]), 1),
+        rewards=tensor(rewards, 1),
+        episode_starts=tensor(steps.episode_starts),
+        mask=tensor(np.arange(burn_in + length) >= steps.n_burn_in[:, None]),
+        n_burn_in=th.as_tensor(steps.n_burn_in, device=buffer.device),
+        rows=steps.rows[:, 0].copy(),
+        envs=steps.envs[:, 0].copy(),
+    )
+
+
+class _Steps(NamedTuple):
+    """Steps of sequences. All arrays but the last two have shape ``(batch, steps)``."""
+
+    rows: IndexArray  # of any step in the padding
+    envs: IndexArray
+    present: Mask  # False in the padding
+    episode_starts: npt.NDArray[np.float32]
+    n_burn_in: IndexArray  # ``(batch,)``
+    handles: HandlesByKey  # ``(batch * steps,)``, 0 in the padding
+
+
+def _find_steps(
+    buffer: ReplayBuffer,
+    observations: Observations,
+    rows: IndexArray,
+    envs: IndexArray,
+    *,
+    length: int,
+    burn_in: int,
+) -> _Steps:
+    """Find the steps around the given ones that belong to the same episode."""
     rows, envs = rows.astype(np.int64), envs.astype(np.int64)  # on Windows, NumPy draws 32-bit integers
     held, n_rows = buffer.size(), buffer.buffer_size
     oldest = (buffer.pos - held) % n_rows
@@ -99,49 +155,16 @@ def sequences_around(
     steps, start = np.arange(burn_in + length), burn_in + 1 - n_burn_in
     present, sequence = steps < n_steps[:, None], np.arange(len(rows))
     moved = sequence[:, None], start[:, None] + np.where(present, steps, 0)
-    grid, columns = grid[moved], columns[:, 1:]
+    grid = grid[moved]
     # If older steps were overwritten or dropped, nothing tells whether the oldest one starts an episode.
     is_known = is_held[sequence, start - 1] | ((grid[:, 0] == 0) & (not buffer.full))
     starts = np.zeros(grid.shape, dtype=np.float32)
     starts[:, 0] = is_known & ~joined[sequence, start - 1]
-
     chosen = {
         key: ((stacks[moved] * present).ravel(), (nexts[moved] * present).ravel())
         for key, (stacks, nexts) in handles.items()
     }
-    obs, next_obs = observations.decode_handles(chosen)
-    places = grid, columns
-    rewards = buffer.rewards[places]
-    if env is not None:
-        obs, next_obs = buffer._normalize_obs(obs, env), buffer._normalize_obs(next_obs, env)
-        rewards = buffer._normalize_reward(rewards, env)
-    is_padded = not present.all()
-
-    def tensor(array: npt.NDArray[Any], *shape: int) -> th.Tensor:
-        """Return values of all steps as a tensor of shape ``(batch, steps, *shape)``, zero in the padding."""
-        array = array.reshape(*present.shape, *shape)
-        if is_padded:
-            array[~present] = 0
-        return th.as_tensor(array, device=buffer.device)
-
-    def obs_tensors(part: Any) -> Any:
-        """Return observations of all steps as a tensor, or a dict of tensors for a ``Dict``."""
-        if isinstance(part, dict):
-            return {key: tensor(array, *array.shape[1:]) for key, array in part.items()}
-        return tensor(part, *part.shape[1:])
-
-    return SequenceSamples(
-        observations=obs_tensors(obs),
-        actions=tensor(buffer.actions[places], buffer.action_dim),
-        next_observations=obs_tensors(next_obs),
-        dones=tensor(buffer.dones[places] * (1 - buffer.timeouts[places]), 1),
-        rewards=tensor(rewards, 1),
-        episode_starts=tensor(starts),
-        mask=tensor(steps >= n_burn_in[:, None]),
-        n_burn_in=th.as_tensor(n_burn_in, device=buffer.device),
-        rows=grid[:, 0].copy(),
-        envs=envs.copy(),
-    )
+    return _Steps(grid, columns[:, 1:], present, starts, n_burn_in, chosen)
 
 
 def _count_leading(flags: Mask) -> IndexArray:
