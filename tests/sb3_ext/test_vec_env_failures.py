@@ -119,7 +119,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
 @pytest.mark.parametrize("how", ["hang", "hang in C"])
 @pytest.mark.parametrize("when", BEFORE_CLOSE)
 def test_hanging_environments_exceed_timeouts(when: str, how: str) -> None:
-    limits = {"start_timeout": 5.0} if when == "constructor" else {"step_timeout": 2.0}
+    limits = {"start_timeout": 10.0} if when == "constructor" else {"step_timeout": 2.0}
     with expect_failure() as found:
         run_episodes(make_failing_vec_env(when, how, **limits))
     error = found.value

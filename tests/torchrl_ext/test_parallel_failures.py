@@ -137,6 +137,7 @@ def test_worker_failures_raise_worker_error(when: str, how: str, method: str | N
 @steppers
 @pytest.mark.parametrize("when", ["constructor", "reset", "step", "method"])
 def test_hanging_workers_raise_timeout_errors(when: str, in_torchrl: bool) -> None:
+    failing_factory()  # starts the fork server, whose imports take seconds
     limits = {"start_timeout": 6.0} if when == "constructor" else {"step_timeout": 2.0}
     env = make_failing_pair(when, "hang", in_torchrl=in_torchrl, **limits)
     with expect_worker_error(env) as caught:
