@@ -1,6 +1,7 @@
 """Pick one of the visible GPUs for ``"auto"``: by rank, worker or free memory.
 
-Sources: torchrun's "Environment Variables", the manual of Open MPI's ``mpirun``, and ``man srun``.
+Sources: torchrun's "Environment Variables", the manuals of Open MPI's ``mpirun`` and MPICH's Hydra, and
+``man srun``.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ if TYPE_CHECKING:
 
 Pick = Literal["rank", "free-memory"]
 LOCAL_RANK = "LOCAL_RANK"
+_MPIEXEC = "mpiexec -ppn {} python train.py"  # of MVAPICH2, Intel MPI and MPICH (Hydra), Cray and other PMI launchers
 # A process inherits the variables of all launchers around it, of which the innermost one is used. torchrun runs inside
 # mpirun or srun, and mpirun inside a batch script, where SLURM_LOCALID is 0. The values start one process per GPU.
 _COMMANDS = {
     LOCAL_RANK: "torchrun --nproc-per-node={} train.py",
     "OMPI_COMM_WORLD_LOCAL_RANK": "mpirun --map-by ppr:{}:node python train.py",
+    "MV2_COMM_WORLD_LOCAL_RANK": _MPIEXEC,
+    "MPI_LOCALRANKID": _MPIEXEC,
+    "PMI_LOCAL_RANK": _MPIEXEC,
     "SLURM_LOCALID": "srun --ntasks-per-node={} python train.py",
 }
 RANK_VARIABLES = tuple(_COMMANDS)

@@ -12,7 +12,8 @@ from rl_ext_core.errors import DeviceUnavailableError
 from tests.core.devices.machines import machine, uuid
 
 MASK, RANK, TASK = "CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "SLURM_LOCALID"
-OMPI = "OMPI_COMM_WORLD_LOCAL_RANK"
+OMPI, HYDRA = "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"
+MPI = (OMPI, "MV2_COMM_WORLD_LOCAL_RANK", HYDRA, "PMI_LOCAL_RANK")
 TORCHRUN = {"GROUP_RANK": "0"}
 RENDERERS = ("mujoco", "gymnasium", "dm_control", "robosuite")
 ONE, FOUR, EIGHT = (machine(count, without=RENDERERS) for count in (1, 4, 8))
@@ -31,7 +32,7 @@ ALL_FOUR = "0,1,2,3"
         (ONE, {TASK: "3", RANK: "3", MASK: "0"}, 0, f"{RANK}='3', and {MASK}='0'"),
         (FOUR, {TASK: "3", MASK: ALL_FOUR}, 3, "place on this machine"),
         # MPI, and nested launchers.
-        (FOUR, {OMPI: "2"}, 2, f"{OMPI}='2'"),
+        *((FOUR, {name: "2"}, 2, f"{name}='2'") for name in MPI),
         (FOUR, {OMPI: "3", TASK: "0"}, 3, f"{OMPI}='3'"),
         (FOUR, {OMPI: "2", MASK: "1"}, 0, "one GPU"),  # a script sets the mask of each rank
         # Ray Train sets the mask of each worker, and so does torchrun --virtual-local-rank.
@@ -64,6 +65,7 @@ def test_auto_uses_rank_of_innermost_launcher(
         (FOUR, {RANK: "7", **TORCHRUN}, f"{RANK}='7' asks for cuda:7", "torchrun --nproc-per-node=4"),
         (FOUR, {RANK: "1", MASK: "1", **TORCHRUN}, f"{MASK}='1'", "--nproc-per-node=1"),
         (FOUR, {OMPI: "4"}, f"{OMPI}='4'", "mpirun --map-by ppr:4:node"),
+        (FOUR, {HYDRA: "5"}, f"{HYDRA}='5'", "mpiexec -ppn 4"),
         (WITH_MIG, {RANK: "1", MASK: BOTH}, "sees 1 GPU", "torchrun --nproc-per-node=1"),
     ],
 )
@@ -76,7 +78,7 @@ def test_rank_beyond_visible_gpus_raises_with_launchers_fix(
     assert says in text
     assert fix in text
     (found,) = (found for found in check_environment(environ, inventory=there) if found.severity == "error")
-    assert found.variable == next(name for name in (RANK, OMPI, TASK) if name in environ)
+    assert found.variable == next(name for name in (RANK, *MPI, TASK) if name in environ)
     assert found.fix.split(" train.py")[0] in text
 
 
@@ -95,7 +97,7 @@ def test_error_recognizes_nvidia_smi_index_under_a_mask(ask: Mapping[str, int | 
 
 
 def test_report_has_variables_of_all_launchers() -> None:
-    environ = dict.fromkeys((OMPI, "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "WSL_DISTRO_NAME"), "1")
+    environ = dict.fromkeys((*MPI, "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "WSL_DISTRO_NAME"), "1")
     assert examine(FOUR, environ).environ == environ
     report = examine(ONE, {TASK: "3", MASK: "0"})
     assert (report.healthy, report.findings) == (True, ())
