@@ -276,7 +276,7 @@ def test_kills_lose_at_most_the_running_push(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_many_kills_lose_at_most_the_running_push(tmp_path: Path) -> None:
-    count_kills(60, tmp_path / "a")
+    count_kills(200, tmp_path / "a")
 
 
 @settings(max_examples=120 if "CI" in os.environ else 40, deadline=None)
