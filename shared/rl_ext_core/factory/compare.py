@@ -198,12 +198,12 @@ def compare_and_measure(
                 other.objects.clear()
                 copy = None
                 gc.collect()
-                histories = _Histories(fresh, other, used, replaced)
-                found = _find_changes(original, histories, request_changes)
+                histories = _Histories(original, fresh, other, used, replaced)
+                found = _find_changes(histories, request_changes)
                 if found.problems:
                     return found
                 copy = stack.enter_context(_temporary_copy(dataclasses.replace(recipe, changes=found.changes)))
-                found = _compare_changed(copy, original, histories, found)
+                found = _compare_changed(copy, histories, found)
         except Exception as error:
             return Examination([f"building a copy raises {error!r}"])
         if found.problems:
@@ -224,34 +224,33 @@ def _temporary_copy(recipe: Recipe) -> Iterator[Any]:
         _close(copy)
 
 
-def _find_changes(original: Fingerprint, histories: _Histories, request_changes: ChangeRequest) -> Examination:
+def _find_changes(histories: _Histories, request_changes: ChangeRequest) -> Examination:
     """Return the changes since construction, or problems with setting them."""
-    paths = histories.changed_paths(original, histories.fresh)
+    paths = histories.changed_paths(histories.fresh)
     answers = dict(zip(paths, request_changes(paths) if paths else (), strict=True))
     refused = [
-        f"{_describe_difference(path, original, histories.fresh)} ({why})"
+        f"{_describe_difference(path, histories.original, histories.fresh)} ({why})"
         for path, why in answers.items()
-        if isinstance(why, str) and not histories.is_created_by_use(path, original)
+        if isinstance(why, str) and not histories.is_created_by_use(path)
     ]
     changes = {one.path: one for one in answers.values() if isinstance(one, Change)}
     return Examination(refused, changes=tuple(changes.values()))
 
 
-def _compare_changed(copy: Any, original: Fingerprint, histories: _Histories, found: Examination) -> Examination:
+def _compare_changed(copy: Any, histories: _Histories, found: Examination) -> Examination:
     """Compare the original with a copy that has its changes, and reset that copy.
 
     :param found: The changes.
     """
-    copied = fingerprint(copy)
+    original, copied = histories.original, fingerprint(copy)
     done = tuple(change.path for change in found.changes)
     error = _reset_error(copy) if done and histories.used else None
     if error is not None:  # A change is at fault, such as a handle that only the original can use.
         return Examination([f"a copy on which {', '.join(done[:3])} was set raises {error!r} when it is reset"])
     different = [
         _describe_difference(path, original, copied)
-        for path in histories.changed_paths(original, copied)
-        if (path.startswith(done) and not histories.is_restored(path))
-        or not histories.is_created_by_use(path, original)
+        for path in histories.changed_paths(copied)
+        if (path.startswith(done) and not histories.is_restored(path)) or not histories.is_created_by_use(path)
     ]
     opaque = _describe_hidden(original, histories)
     paths = copied.differences(original)
@@ -331,8 +330,9 @@ def _use(environment: Any, renders: bool) -> tuple[list[Fingerprint], set[str]]:
 
 @dataclasses.dataclass
 class _Histories:
-    """Fingerprints of two copies that were just built, and of the first one after resets and steps."""
+    """Fingerprints of the original, of two copies that were just built, and of the first one after resets and steps."""
 
+    original: Fingerprint
     fresh: Fingerprint
     other: Fingerprint
     used: list[Fingerprint]
@@ -357,23 +357,25 @@ class _Histories:
 
     def is_restored(self, path: str) -> bool:
         """Whether a reset restores the value at a path after steps, or creates an object that holds it."""
-        if not self.replaced.isdisjoint((path, *self._holders(path, *self.used))):
+        # Lists of the original may be longer, because they belong to another episode.
+        if not self.replaced.isdisjoint((path, *self._holders(path, *self.used, self.original))):
             return True
         return self.varies(path) and bool(self.used[0].token(path) == self.used[-1].token(path))
 
-    def is_created_by_use(self, path: str, original: Fingerprint) -> bool:
+    def is_created_by_use(self, path: str) -> bool:
         """Whether steps or resets create the object at a path, so that a copy does not need it."""
-        below = [path, *(each for each in original.tokens if each.startswith(path))]
+        below = [path, *(each for each in self.original.tokens if each.startswith(path))]
         return self.is_restored(path) or (
             self.varies(path)
             and all(
-                self.varies(each) or original.token(each) in [one.token(each) for one in self.used] for each in below
+                self.varies(each) or self.original.token(each) in [one.token(each) for one in self.used]
+                for each in below
             )
         )
 
-    def changed_paths(self, original: Fingerprint, copy: Fingerprint) -> list[str]:
+    def changed_paths(self, copy: Fingerprint) -> list[str]:
         """Return the paths of values to change on a copy. A path stands for all parts below it."""
-        found: dict[str, None] = {}
+        original, found = self.original, dict[str, None]()
         shared = {*original.aliases, *self.fresh.aliases, *self.fresh.aliases.values()}
         for path in copy.differences(original):
             token = original.token(path)
