@@ -559,9 +559,11 @@ def _reduced_parts(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterat
     yield from (None if part is None or callable(part) else list(part) for part in contents)
 
 
-def _sort_key(item: Any) -> str:
+def _sort_key(item: Any, depth: int = 2) -> str:
     """Return a string by which elements of a set are sorted, equal in every process."""
-    held = {name: plain_token(part) for name, part in attributes(item).items()}
+    held = {
+        name: plain_token(part) or (depth and _sort_key(part, depth - 1)) for name, part in attributes(item).items()
+    }
     return f"{full_name(type(item))} {plain_token(item)} {held}"
 
 

@@ -126,7 +126,8 @@ def test_environment_is_copied_in_the_middle_of_an_episode(name: str, copy_outco
         pytest.xfail(UNSOLVED[name])
     env = MADE[name]()
     rollout(env)
-    assert copy_outcome(env, steps=15) == "copied"
+    # composer's names of frames contain addresses, which a warning says.
+    assert copy_outcome(env, steps=15) == ("warned" if name == "composer" else "copied")
     if name != "robosuite, as gymnasium's":  # Its __getattr__ cannot be unpickled.
         assert type(as_factory(env, verify=False)()) is type(env)
     env.close()
