@@ -250,7 +250,8 @@ def _compare_changed(copy: Any, histories: _Histories, found: Examination) -> Ex
     different = [
         _describe_difference(path, original, copied)
         for path in histories.changed_paths(copied)
-        if (path.startswith(done) and not histories.is_restored(path)) or not histories.is_created_by_use(path)
+        if not histories.is_created_by_use(path)
+        or (any(walk.is_part(path, one) for one in done) and not histories.is_restored(path))
     ]
     opaque = _describe_hidden(original, histories)
     paths = copied.differences(original)
@@ -364,7 +365,7 @@ class _Histories:
 
     def is_created_by_use(self, path: str) -> bool:
         """Whether steps or resets create the object at a path, so that a copy does not need it."""
-        below = [path, *(each for each in self.original.tokens if each.startswith(path))]
+        below = [path, *(each for each in self.original.tokens if walk.is_part(each, path))]
         return self.is_restored(path) or (
             self.varies(path)
             and all(

@@ -280,14 +280,14 @@ def _pack_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> C
     if not steps or path not in original.objects:
         return "it cannot be set on a copy"
     for where, reason in original.unpicklable.items():
-        if where.startswith(path):
+        if walk.is_part(where, path):
             return reason
     packed = original.objects[path]
 
     def location_of(value: Any) -> Any:
         """Return the location of an object in a copy, or None to pickle the object."""
         home = homes.get(id(value))
-        if value is packed or home is None or home.startswith(path):
+        if value is packed or home is None or walk.is_part(home, path):
             return None if value is packed else original.references.get(id(value))
         return _steps_to(original, home)
 

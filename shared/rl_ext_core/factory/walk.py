@@ -130,6 +130,11 @@ class Fingerprint:
         return {**self.__dict__, "objects": {}, "steps": steps, "references": {}}
 
 
+def is_part(path: str, holder: str) -> bool:
+    """Whether a path leads to an object or to one of its parts, as ``.s[0]`` to a part of ``.s``, but not ``.size``."""
+    return path.startswith(holder) and path[len(holder) :][:1] in ("", *".[({")
+
+
 def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
     """Compute the fingerprint of an environment or another value.
 

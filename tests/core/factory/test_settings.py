@@ -6,6 +6,7 @@ import collections
 import enum
 import itertools
 import queue
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -309,6 +310,25 @@ def test_value_that_differs_in_each_instance_is_named(copy_outcome: Any) -> None
     env = Connecting()
     env.port = 7777
     assert copy_outcome(env, ".port") == "warned"
+
+
+class Drawing(Line):
+    """Environment with two locks whose names begin with ``gain``. The first step creates one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain_lock, self.gain_window = threading.Lock(), None
+
+    def step(self, action: Any) -> Any:
+        self.gain_window = self.gain_window or threading.Lock()
+        return super().step(action)
+
+
+def test_attributes_whose_names_begin_alike_are_apart(copy_outcome: Any) -> None:
+    env = Drawing()
+    rollout(env)
+    env.gain = 3.5
+    assert copy_outcome(env) == "copied"
 
 
 # -- gymnasium's wrappers, and changes of their options.
