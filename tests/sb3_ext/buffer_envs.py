@@ -264,7 +264,8 @@ class GoalRewards:
 
     def env_method(self, name: str, achieved: np.ndarray, desired: np.ndarray, infos: Any, *, indices: Any) -> Any:
         steps = np.array([info.get("step", 0) for info in infos])
-        return [(steps - np.abs(achieved.astype(float) - desired).reshape(len(steps), -1).sum(axis=1))]
+        distances = np.abs(achieved.astype(float) - desired)
+        return [steps - distances.sum(axis=tuple(range(1, distances.ndim)))]
 
 
 REPLAY: dict[str, tuple[Any, Any]] = {

@@ -203,18 +203,19 @@ class FrameLog:
 
     def _allocate_frames(self, c: int, n_slots: int) -> None:
         """Allocate memory for the newest frames of the streams of a column."""
-        self.state[c + fields.SLOTS] = n_slots
         self._allocate(c, fields.FRAMES, (self.n_streams * n_slots * int(self.state[c + fields.PADDED_BYTES]) + 64,))
+        self.state[c + fields.SLOTS] = n_slots
 
+    @defer_signals  # otherwise the state could have the address of freed memory
     def _prepare_interleaved(self, number: int) -> None:
         """Allocate what is needed to compare interleaved stacks of a column."""
-        self._is_prepared[number] = True
         layout, c = self.columns[number].layout, N_LOG + N_COLUMN * number
         mask = shared_byte_mask(layout)
         self._allocate(c, fields.MASK, (len(mask),))[:] = mask
         if layout.n_stack != 4 or layout.frame_bytes != layout.pixels:  # stacks are kept, too
             self._close_segment()  # the newest frames are not known any more
             self._allocate_frames(c, layout.n_stack + 1)
+        self._is_prepared[number] = True
 
     def _resize_tables(self, n_slots: int) -> None:
         """Make the tables of segments longer."""

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames import FrameStore, StackLayout, log, threads
+from rl_ext_core.frames import FrameStore, Observation, StackLayout, log, threads
 from rl_ext_core.frames.codecs import JpegCodec
 from rl_ext_core.frames.layout import find_layout
 from tests.core.frames.disk_helpers import adaptive_store, append_all, make_store
 from tests.core.frames.transitions import CONTENTS, LAYOUTS, ReferenceStore, check_contents, make_transitions
+from tests.interrupts import interrupt_everywhere
 
 GRAY, RGB = LAYOUTS[0], LAYOUTS[2]
 CODECS = ["raw", "patch"]
@@ -150,6 +151,23 @@ def test_store_with_max_bytes_returns_newest_transitions(data: st.DataObject, ca
         if action == "pickle":
             store = pickle.loads(pickle.dumps(store))
         check_kept_rows(store, plain)
+
+
+def test_interrupted_first_append_of_channel_last_stacks_can_be_repeated() -> None:
+    stacks = np.random.default_rng(0).integers(0, 256, (4, 1, 5, 6, 3), np.uint8)
+    store = FrameStore(1, 1, Observation((5, 6, 3), np.uint8))
+
+    def prepare() -> Callable[[], Any]:
+        nonlocal store
+        store = FrameStore(8, 1, Observation((5, 6, 3), np.uint8, n_stack=3))
+        return lambda: store.append(stacks[0], stacks[1])
+
+    for place in interrupt_everywhere(prepare, code_paths=("/rl_ext_core/frames/",)):
+        for step in range(1, 4):
+            store.append(stacks[step - 1], stacks[step])
+        rows, found = np.arange(store.size - 3, store.size), np.empty((2, 3, 5, 6, 3), np.uint8)
+        store.get(rows, np.zeros(3, np.int64), *found)
+        np.testing.assert_array_equal(found, [stacks[:3, 0], stacks[1:, 0]], place)
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
