@@ -235,9 +235,9 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
             if self.handle_timeout_termination:
                 self._row.set_timeouts(infos)
             observations.store.append(obs, next_obs, self._row.data)
-            if observations.store.seen == MEASURED_AFTER:  # noqa: SIM102
-                if observations.max_bytes is None and observations.storage_dir is None:
-                    warn_if_too_large(observations.store)
+            is_measured = observations.store.seen == MEASURED_AFTER
+            if is_measured and observations.max_bytes is None and observations.storage_dir is None:
+                warn_if_too_large(observations.store)
 
     @property
     def recovered(self) -> Any:

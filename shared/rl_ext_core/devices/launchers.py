@@ -1,7 +1,6 @@
 """Pick one of the visible GPUs for ``"auto"``: by rank, worker or free memory.
 
-Sources: torchrun's "Environment Variables", the manuals of Open MPI's ``mpirun`` and MPICH's Hydra, and
-``man srun``.
+Sources: torchrun's "Environment Variables", the manuals of Open MPI's ``mpirun`` and MPICH's Hydra, and ``man srun``.
 """
 
 from __future__ import annotations

@@ -365,13 +365,11 @@ class _Histories:
 
     def is_created_by_use(self, path: str) -> bool:
         """Whether steps or resets create the object at a path, so that a copy does not need it."""
+        if self.is_restored(path):
+            return True
         below = [path, *(each for each in self.original.tokens if walk.is_part(each, path))]
-        return self.is_restored(path) or (
-            self.varies(path)
-            and all(
-                self.varies(each) or self.original.token(each) in [one.token(each) for one in self.used]
-                for each in below
-            )
+        return self.varies(path) and all(
+            self.varies(each) or self.original.token(each) in [one.token(each) for one in self.used] for each in below
         )
 
     def changed_paths(self, copy: Fingerprint) -> list[str]:

@@ -40,6 +40,7 @@ _TORCH_SCALARS = ("dtype", "device", "layout", "memory_format", "Size")
 # First elements of the tokens of immutable values, whose identity does not matter.
 SCALAR_TOKENS = {"NoneType", "bool", "int", "str", "bytes", "number", "value", "tuple", "enum"}
 SCALAR_TOKENS |= {"class", "module", "builtin"}
+_PART_STARTS = ".[({"  # first characters of the step from a holder to a part
 _LONG_CONTAINER = 256  # Longer lists and dictionaries of numbers and strings get a single token.
 _MAX_TEXT = 4096
 _SMALLEST_ID = 1 << 32
@@ -99,7 +100,7 @@ class Fingerprint:
             return self.aliases[path]
         # Replace the longest prefix that is an alias, and repeat.
         for end in range(len(path) - 1, 0, -1):
-            if path[end] in ".[({" and path[:end] in self.aliases:
+            if path[end] in _PART_STARTS and path[:end] in self.aliases:
                 return self.canonical_path(self.aliases[path[:end]] + path[end:])
         return path
 
@@ -132,7 +133,7 @@ class Fingerprint:
 
 def is_part(path: str, holder: str) -> bool:
     """Whether a path leads to an object or to one of its parts, as ``.s[0]`` to a part of ``.s``, but not ``.size``."""
-    return path.startswith(holder) and path[len(holder) :][:1] in ("", *".[({")
+    return path.startswith(holder) and (len(path) == len(holder) or path[len(holder)] in _PART_STARTS)
 
 
 def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
