@@ -260,7 +260,7 @@ class SameAsUpstream(RuleBasedStateMachine):
 
 TestSameAsUpstream = SameAsUpstream.TestCase
 TestSameAsUpstream.settings = settings(
-    max_examples=60 if "CI" in os.environ else 25,
+    max_examples=100 if "CI" in os.environ else 25,
     stateful_step_count=25,
     phases=(Phase.generate,),  # shrinking takes minutes
 )

@@ -319,7 +319,7 @@ class SameAsUpstream(RuleBasedStateMachine):
 
 
 TestSameAsUpstream = SameAsUpstream.TestCase
-TestSameAsUpstream.settings = settings(max_examples=60 if "CI" in os.environ else 12, stateful_step_count=20)
+TestSameAsUpstream.settings = settings(max_examples=80 if "CI" in os.environ else 12, stateful_step_count=20)
 
 
 @pytest.mark.sample
