@@ -144,6 +144,7 @@ class FrameLog:
     ) -> None:
         self.columns, self.folder, self.capacity, self.n_envs = tuple(columns), folder, capacity, n_envs
         self.n_streams, self.keeps_dead = n_streams or n_envs, False
+        self._has_gaps = n_streams is not None  # rows in any order
         self.uses = np.zeros(self.n_streams + 2, dtype=np.int64)  # see find_stream
         self._shared: SharedLog | None = None
         self.state = np.zeros(N_LOG + N_COLUMN * len(columns), dtype=np.int64)
@@ -330,7 +331,7 @@ class FrameLog:
         :raises StorageError: If the disk is full. Nothing was dropped.
         """
         self._prepare_note()
-        drop_rows(self.state, position, stored)
+        drop_rows(self.state, self._n_written, position, stored)
         if self.folder is not None:
             write_note(self.state, False)
         self._free_dead_segments()
@@ -493,13 +494,18 @@ class FrameLog:
 
     @defer_signals
     def _free_dead_segments(self) -> None:
-        """Free the closed segments without live rows, the oldest ones first."""
+        """Free the closed segments without live rows, the oldest ones first.
+
+        Those of a ring in files wait for older ones, because :meth:`recover` expects that no number is missing.
+        """
         is_dead = (self._live == 0) & (self._table != 0)
         if self.state[fields.END]:
             is_dead[self._open_slot] = False
-        dead = np.flatnonzero(is_dead).tolist()
-        for slot in sorted(dead, key=lambda slot: self._segments[slot].number):
-            self._remove_segment(slot)
+        for slot in sorted(self._segments, key=lambda slot: self._segments[slot].number):
+            if is_dead[slot]:
+                self._remove_segment(slot)
+            elif self.folder is not None and not self._has_gaps:
+                break
         self.state[fields.DIED] = 0
 
     @property
@@ -734,7 +740,7 @@ class FrameLog:
         others[rows] = False
         others &= self.pairs.any(axis=(1, 2))
         if others.any():
-            drop_rows(self.state, position, stored)
+            drop_rows(self.state, self.capacity, position, stored)
         self._free_dead_segments()
 
     def _take_slot(self) -> int:

@@ -57,10 +57,13 @@ CLEAN, DAMAGED = range(2)
 
 
 @atomic_kernel
-def drop_rows(state, position, stored):  # type: ignore[no-untyped-def]
-    """Drop all transitions except the ``stored`` ones before a position, which becomes the next one."""
+def drop_rows(state, n_rows, position, stored):  # type: ignore[no-untyped-def]
+    """Drop all transitions except the ``stored`` ones before a position, which becomes the next one.
+
+    :param n_rows: Rows from here on are empty.
+    """
     capacity, n_pairs = state[CAPACITY], state[N_ENVS] * state[N_COLUMNS]
-    for row in range(capacity if state[FULL] else state[POSITION]):
+    for row in range(n_rows):
         if (position - 1 - row) % capacity >= stored:
             for k in range(n_pairs):
                 if int64s(state[PAIRS] + 8 * (row * n_pairs + k), 1)[0]:

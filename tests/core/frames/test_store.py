@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
@@ -151,6 +152,47 @@ def test_store_with_max_bytes_returns_newest_transitions(data: st.DataObject, ca
         if action == "pickle":
             store = pickle.loads(pickle.dumps(store))
         check_kept_rows(store, plain)
+
+
+NOISE = np.random.default_rng(0).integers(0, 256, (500, 1, 1, 40, 40), np.uint8)
+
+
+@settings(max_examples=100 if "CI" in os.environ else 12, deadline=None)
+@given(
+    calls=st.lists(
+        st.tuples(st.sampled_from(["append", "append", "drop", "open"]), st.floats(0, 1), st.booleans()), max_size=12
+    ),
+    capacity=st.sampled_from([150, 1000]),
+)
+@example(calls=[("append", 0.1, False), ("drop", 1.0, True), ("open", 0.0, False)] * 3, capacity=1000)
+@example(
+    calls=[("append", 0.9, False), ("drop", 0.8, False), *[("open", 0.0, False), ("append", 0.0, False)] * 2],
+    capacity=1000,
+)
+def test_folder_after_drops_contains_the_other_transitions(calls: list[tuple[str, float, bool]], capacity: int) -> None:
+    layout = StackLayout((1, 40, 40), np.dtype(np.uint8), 1, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        store, next_number = make_store(capacity, 1, layout, storage_dir=folder, resume=True), 0
+        expected: list[int] = []
+        for name, share, all_of_them in [*calls, ("open", 0.0, False)]:
+            if name == "append":
+                for _ in range(1 + int(share * 120)):
+                    store.append(NOISE[next_number % 499], NOISE[next_number % 499 + 1])
+                    expected, next_number = [*expected, next_number % 499][-capacity:], next_number + 1
+            elif name == "drop":
+                count = store.size if all_of_them else int(share * store.size)
+                store.clear() if all_of_them else store.drop_newest(count)
+                del expected[len(expected) - count :]
+            else:
+                store.close()
+                store = make_store(capacity, 1, layout, storage_dir=folder, resume=True)
+        rows = np.arange(store.position - store.size, store.position) % capacity
+        found = np.empty((2, store.size, 1, 40, 40), np.uint8)
+        store.get(rows, np.zeros(store.size, np.int64), *found)
+        store.close()
+    assert store.size == len(expected)
+    numbers = np.array(expected, np.int64)
+    np.testing.assert_array_equal(found, [NOISE[numbers, 0], NOISE[numbers + 1, 0]])
 
 
 def test_interrupted_first_append_of_channel_last_stacks_can_be_repeated() -> None:
