@@ -246,7 +246,8 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
         clean = ",".join(filter(None, (entry.strip(_QUOTES) for entry in mask.split(","))))
         is_clean = _is_valid_mask(clean, situation)
         harmless = is_clean and situation.with_changes({MASK: clean}).visible.uuids == shown.uuids
-        order = () if mask.startswith("GPU-") else cuda.cuda_order(situation.inventory, situation.environ)
+        by_number = shown.uuids and not mask.startswith("GPU-")
+        order = cuda.cuda_order(situation.inventory, situation.environ) if by_number else ()
         in_effect = ",".join(str(order.index(uuid)) if order else uuid for uuid in shown.uuids)
         numbers = ", ".join(str(situation.inventory.gpu(uuid).index) for uuid in shown.uuids)
         seen = f"torch sees nvidia-smi {numbers}" if numbers else f"torch sees no GPU, and {_NO_CUDA}"

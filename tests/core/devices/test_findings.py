@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rl_ext_core.devices import EglDevice, Finding, Inventory, apply, check_environment, cuda, renderers, resolve
@@ -282,6 +282,7 @@ ANY_MACHINE = st.sampled_from([*_MACHINES, Inventory(), MIG_WITHOUT_ROBOSUITE, *
 @pytest.mark.slow
 @settings(max_examples=500)
 @given(st.dictionaries(KNOWN, ANY_TEXT) | st.dictionaries(st.text() | KNOWN, ANY_TEXT), ANY_MACHINE)
+@example({MASK: "MIG-"}, UNKNOWN_ORDER)
 def test_any_environment_is_checked_and_not_changed(environ: dict[str, str], inventory: Inventory) -> None:
     before = dict(environ)
     for finding in find_mistakes(environ, inventory):
