@@ -139,6 +139,8 @@ class SameAsTorchRL(RuleBasedStateMachine):
     def overwrite(self, place: int, way: str) -> None:
         """Replace one step in the middle."""
         data, at = self.steps.collect(1), torch.tensor([place % len(self.buffers[0])])
+        if way == "storage" and len(self.buffers[0]) < self.size:
+            way = "index"  # TorchRL counts the element as added, and samples uninitialized memory
 
         def write(buffer: Any) -> None:
             """Write to one buffer."""
@@ -165,6 +167,8 @@ class SameAsTorchRL(RuleBasedStateMachine):
     def load_state_dict(self) -> None:
         """Load the state of each buffer into itself."""
         self.call_both(lambda buffer: buffer.load_state_dict(copy.deepcopy(buffer.state_dict())))
+        self.sample()
+        self.add()  # a FrameStorage continues where its writer did, before it is written to in any other way
 
     @rule()
     def replace_by_copy(self) -> None:
