@@ -101,6 +101,31 @@ def make_transformed() -> Any:
     return TransformedEnv(make_counter(), Compose(StepCounter(5), RewardSum()))
 
 
+class Rolls(gymnasium.Env[Any, Any]):
+    """Environment whose spaces TorchRL describes differently in batches."""
+
+    action_space = gymnasium.spaces.MultiDiscrete([3, 2])
+
+    def __init__(self) -> None:
+        scalar, bits = gymnasium.spaces.Box(-1, 1, ()), gymnasium.spaces.MultiBinary(3)
+        dice, pair = gymnasium.spaces.MultiDiscrete([3, 2]), gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(2)] * 2)
+        self.observation_space = gymnasium.spaces.Dict({"dice": dice, "scalar": scalar, "bits": bits, "pair": pair})
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        return self.observation_space.sample(), float(action @ [1, 10]), False, False, {}
+
+
+def make_rolls() -> Any:
+    """Make ``Rolls`` with TorchRL's ``GymWrapper``."""
+    return UpstreamGymWrapper(Rolls())
+
+
 def seeded_result(do: Callable[[Any], Any], env: Any) -> Any:
     """Seed an environment, and return the result of an operation on it."""
     env.set_seed(3)
@@ -253,6 +278,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Callable[[Any], Any]]]] = {
     "device": (functools.partial(make_counter, device="cpu"), COMMON),
     "Pendulum": (functools.partial(UpstreamGymEnv, "Pendulum-v1"), COMMON),
     "CartPole": (make_cartpole, COMMON),
+    "spaces with other specs in batches, in TorchRL": (make_rolls, {"rollout": roll, "spec": COMMON["specs"]}),
     "hidden states, in TorchRL": (make_primed, {"a policy with a state": run_policy_with_state}),
     "infos, in TorchRL": (make_with_info, COMMON),
     "transforms, in TorchRL": (make_transformed, COMMON),

@@ -118,7 +118,7 @@ def _check_batchable(space: Any) -> None:
         for part in space.spaces.values():
             _check_batchable(part)
     elif isinstance(space, (spaces.Tuple, spaces.Text, spaces.Sequence)):
-        raise ValueError("vectorized environments cannot have Tuple, Text or Sequence spaces; ParallelEnv's can")
+        raise ValueError("vectorized environments cannot have Tuple, Text or Sequence spaces")
 
 
 # -- spaces

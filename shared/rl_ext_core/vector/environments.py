@@ -245,7 +245,7 @@ def wrap_in_monitor(environment: Any) -> Any:
 
 
 def is_plain(environment: Any) -> bool:
-    """Return whether an environment is a single gymnasium environment whose observations are NumPy arrays.
+    """Return whether an environment is a single gymnasium environment that TorchRL describes like a batch of them.
 
     Environments with a ``torch.device`` take and return tensors.
     """
@@ -253,6 +253,7 @@ def is_plain(environment: Any) -> bool:
         not isinstance(environment, gymnasium.Env)
         or find_attribute(environment, "num_envs")
         or device_of(environment) is not None
+        or not all(map(_has_spec_of_batch, (environment.observation_space, environment.action_space)))
     ):
         return False
     try:
@@ -260,6 +261,16 @@ def is_plain(environment: Any) -> bool:
     except InvalidArgumentError:
         return False
     return True
+
+
+def _has_spec_of_batch(space: Any) -> bool:
+    """Return whether TorchRL's spec of a batch of a space is that of the space with one more axis.
+
+    For example, it makes one-hot vectors of a MultiDiscrete, and numbers of a batch of them.
+    """
+    if isinstance(space, gymnasium.spaces.Dict):
+        return all(map(_has_spec_of_batch, space.values()))
+    return type(space) is gymnasium.spaces.Discrete or (type(space) is gymnasium.spaces.Box and space.shape != ())
 
 
 def adapt_unless_plain(environment: Any, adapt: bytes) -> Any:
