@@ -24,7 +24,7 @@ from rl_ext_core.errors import (
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
 from tests.sb3_ext.vec_checks import assert_equal, raise_interrupt_in
-from tests.sb3_ext.vec_test_envs import Counting, Failing, FailingOnce, Gated, RandomEnv, ReusedArrayEnv
+from tests.sb3_ext.vec_test_envs import Counting, FailingOnce, Gated, RandomEnv, ReusedArrayEnv
 
 NESTED = spaces.Dict(
     image=spaces.Box(0, 255, (9, 8, 3), np.uint8),
@@ -112,19 +112,6 @@ def test_observations_are_copies_unless_copy_is_false() -> None:
         env.step([0, 0])
         assert np.array_equal(first, before) is kept
         env.close()
-
-
-def test_failure_names_the_environment() -> None:
-    envs = SharedMemoryVectorEnv([Counting, functools.partial(Failing, "step", "raise")], **FAST)
-    envs.reset(seed=7)
-    for _ in range(3):
-        envs.step(np.zeros(2, int))
-    with pytest.raises(WorkerError, match=r"environment 1 of 2 \(seed 8\), in step") as caught:
-        envs.step(np.zeros(2, int))
-    assert repr(caught.value.__cause__) == "ValueError('the rope has snapped')"
-    with pytest.raises(WorkerError, match="environment 1 of 2"):
-        envs.reset()
-    envs.close()
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=lambda mode: mode.name)
