@@ -155,28 +155,37 @@ CASES: dict[str, tuple[Any, str, Callable[[], gymnasium.Env], int, dict[str, Any
 TOTAL, EVERY = 230, 50
 
 
-@pytest.mark.sample(quick=2, ci=13)
-@pytest.mark.parametrize("name", CASES)
-def test_resumed_run_equals_the_run_that_was_not_stopped(name: str, tmp_path: pathlib.Path) -> None:
+IN_WORKERS = ("dqn", "sac", "maskable", "recurrent", "dqn_frozen_lake")
+
+
+@pytest.mark.sample(quick=3, ci=18)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, DummyVecEnv) for name in CASES), *((name, SharedMemoryVecEnv) for name in IN_WORKERS)],
+)
+def test_resumed_run_equals_the_run_that_was_not_stopped(name: str, kind: Any, tmp_path: pathlib.Path) -> None:
     cls, policy, env_fn, n_envs, options = CASES[name]
     if name == "td3":
         options = {**options, "action_noise": OrnsteinUhlenbeckActionNoise(np.zeros(1), np.ones(1) * 0.1)}
+    envs = [kind([env_fn] * n_envs) for _ in range(3)]
 
-    def build() -> Any:
-        return cls(policy, vec_env_of(env_fn, n_envs), seed=7, **deepcopy(options))  # SB3 changes policy_kwargs
+    def build(env: Any) -> Any:
+        return cls(policy, env, seed=7, **deepcopy(options))  # SB3 changes policy_kwargs
 
-    whole = build().learn(TOTAL, callback=ResumeCallback(tmp_path / "whole", EVERY))
+    whole = build(envs[0]).learn(TOTAL, callback=ResumeCallback(tmp_path / "whole", EVERY))
     with pytest.raises(KeyboardInterrupt):
-        build().learn(TOTAL, callback=[StopAt(157), ResumeCallback(tmp_path / "run", EVERY)])
+        build(envs[1]).learn(TOTAL, callback=[StopAt(157), ResumeCallback(tmp_path / "run", EVERY)])
     np.random.seed(0)
     th.manual_seed(0)
-    model = resume(tmp_path / "run", vec_env_of(env_fn, n_envs))
+    model = resume(tmp_path / "run", envs[2])
     assert 90 < model.num_timesteps <= 157
     model.learn(
         TOTAL - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path / "run", EVERY)
     )
     assert_equal(state_of(whole), state_of(model))
     assert len(list((tmp_path / "run").iterdir())) == 2
+    for env in envs:
+        env.close()
 
 
 def ppo(env: Any) -> sb3.PPO:
@@ -362,43 +371,6 @@ def test_environments_that_are_not_deterministic_start_new_episodes(
     assert model.num_timesteps >= 100
     for env in envs:
         env.close()
-
-
-WORKER_CASES = ("dqn", "sac", "maskable", "recurrent", "dqn_frozen_lake")
-
-
-@pytest.mark.sample(quick=1, ci=5)
-@pytest.mark.parametrize("name", WORKER_CASES)
-def test_resumed_run_with_workers_equals_the_run_that_was_not_stopped(name: str, tmp_path: pathlib.Path) -> None:
-    cls, policy, _, n_envs, options = CASES[name]
-    env_id = {"sac": "Pendulum-v1", "dqn_frozen_lake": "FrozenLake-v1"}.get(name, "CartPole-v1")
-    wrapper = Masked if name == "maskable" else None
-    envs = []
-
-    def build_env(run: str) -> Any:
-        folder = str(tmp_path / "monitors" / run)
-        env = make_vec_env(env_id, n_envs, seed=3, isolation="process", wrapper_class=wrapper, monitor_dir=folder)
-        envs.append(env)
-        return env
-
-    def build(run: str) -> Any:
-        return cls(policy, build_env(run), seed=7, **deepcopy(options))
-
-    whole = build("whole").learn(TOTAL, callback=ResumeCallback(tmp_path / "whole", EVERY))
-    with pytest.raises(KeyboardInterrupt):
-        build("run").learn(TOTAL, callback=[StopAt(157), ResumeCallback(tmp_path / "run", EVERY)])
-    model = resume(tmp_path / "run", build_env("run"))
-    rest = TOTAL - model.num_timesteps
-    model.learn(rest, reset_num_timesteps=False, callback=ResumeCallback(tmp_path / "run", EVERY))
-    assert_equal(state_of(whole), state_of(model))
-    for env in envs:
-        env.close()
-    for number in range(n_envs):
-        lines = [
-            (tmp_path / "monitors" / run / f"{number}.monitor.csv").read_text().splitlines()[1:]
-            for run in ("whole", "run")
-        ]
-        assert [line.rpartition(",")[0] for line in lines[0]] == [line.rpartition(",")[0] for line in lines[1]]
 
 
 def test_damaged_save_is_skipped(tmp_path: pathlib.Path) -> None:

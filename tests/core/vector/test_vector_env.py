@@ -132,20 +132,6 @@ def test_restart_in_step_truncates_the_episodes_of_a_worker(mode: AutoresetMode,
     envs.close()
 
 
-def test_restart_in_reset_repeats_the_reset(tmp_path: Any) -> None:
-    failing = functools.partial(FailingOnce, str(tmp_path / "mark"), "reset")
-    envs = SharedMemoryVectorEnv([failing, Counting], restart="truncate", **FAST)
-    observation, infos = envs.reset(seed=3)
-    assert set(infos) == {"world", "_world", "worker_error", "_worker_error"}
-    assert infos["_worker_error"].tolist() == [True, False]
-    assert infos["worker_error"][0].startswith("environment 0 of 2 (seed 3), in reset: was killed by SIGSEGV")
-    assert "Repeated for the new environment: reset(seed=3)." in infos["worker_error"][0]
-    assert np.array_equal(observation[:, 1], infos["world"].astype(np.float32))
-    observation, *_ = envs.step(np.zeros(2, int))
-    assert observation[:, 0].tolist() == [1, 1]
-    envs.close()
-
-
 def test_environments_stay_usable_after_rejected_calls() -> None:
     envs = SharedMemoryVectorEnv([Counting] * 2, **FAST)
     with pytest.raises(AttributeError, match="no_such"):
