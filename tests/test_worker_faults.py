@@ -6,9 +6,11 @@ One table of faults, for each class that steps environments in workers.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from multiprocessing import process, util
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,8 @@ from torchrl.envs import RewardSum, TransformedEnv
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import SharedMemoryVecEnv
-from tests.sb3_ext.vec_checks import expect_error
+from tests.forks import result_in_fork
+from tests.sb3_ext.vec_checks import expect_error, no_workers
 from tests.sb3_ext.vec_test_envs import Counting, Failing
 from torchrl_ext import GymWrapper, ParallelEnv
 
@@ -146,3 +149,45 @@ def test_worker_killed_between_calls_is_reported_at_the_next_call(name: str, the
         with pytest.raises(WorkerError, match="environment 2 of 3"):
             env.reset()
     close(env)
+
+
+# -- a forked process cannot use the workers that it inherited, nor end them
+
+
+def calls_of(env: Any) -> list[Callable[[], Any]]:
+    """Return calls of environments that use workers."""
+    if isinstance(env, ParallelEnv):
+        data = env.rand_action(env.reset())
+        steps = [lambda: env.step(data.clone()), lambda: env.step_and_maybe_reset(data.clone())]
+        return [env.reset, *steps, lambda: env.set_seed(3), env.state_dict]
+    own = [lambda: env.env_is_wrapped(Counting)] if isinstance(env, SharedMemoryVecEnv) else [env.render]
+    return [env.reset, lambda: env.step(np.zeros(3, np.int64)), lambda: env.get_attr("_count"), *own]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("name", PHASES)
+def test_forked_process_cannot_use_or_end_the_workers(name: str) -> None:
+    others = set(process._children)  # type: ignore[attr-defined]  # such as the process in which other tests build copies
+    env = make(name, [Counting] * 3, "fork", step_timeout=60.0)
+    use(env)
+    for call in calls_of(env):
+        text = result_in_fork(call)
+        assert text.startswith("InvalidArgumentError: these environments belong to process "), text
+
+    def close_and_exit() -> str:
+        """Close the environments, and run multiprocessing's exit function, which ends children."""
+        close(env)
+        process._children.difference_update(others)  # type: ignore[attr-defined]
+        if isinstance(env, SharedMemoryVecEnv):  # a fork may use its own environments
+            own = make(name, [Counting] * 3, "fork")
+            use(own)
+            own.close()
+            vars(env).clear()  # as if the last reference was dropped
+        gc.collect()
+        util._exit_function()  # type: ignore[attr-defined]
+        return "left"
+
+    assert result_in_fork(close_and_exit) == "'left'"
+    use(env)
+    close(env)
+    assert no_workers()

@@ -220,6 +220,9 @@ def fail(how: str) -> None:
         raise UnpicklableError("a lock")
     if how == "raise what does not unpickle":
         raise NeedsArgumentsError("one", "two")
+    if how.startswith("interrupt "):  # this process, and hang
+        os.kill(int(how.split()[1]), signal.SIGINT)
+        how = "hang"
     if how == "SIGSEGV":
         ctypes.string_at(0)
     elif how == "os._exit":

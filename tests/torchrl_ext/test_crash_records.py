@@ -18,7 +18,7 @@ from torchrl_ext import GymWrapper, ParallelEnv
 __all__ = ["no_workers_left"]
 
 RESULTS = {
-    "segfault": "SIGSEGV in string_at",
+    "SIGSEGV": "SIGSEGV in string_at",
     "raise": "ValueError in fail",
     "os._exit": "exit code 0",
     "hang": "no answer (it hangs) in fail",
