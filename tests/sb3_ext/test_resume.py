@@ -305,24 +305,6 @@ def test_buffers_of_files_goals_and_dicts_continue_exactly(
             buffer.close()
 
 
-def test_truncated_episode_in_files_keeps_its_checksums(tmp_path: pathlib.Path) -> None:
-    def build() -> Any:
-        return vec_env_of(lambda: Nondeterministic(cartpole()))
-
-    options = {"replay_buffer_class": CompressedReplayBuffer, "replay_buffer_kwargs": {"storage_dir": tmp_path / "b"}}
-    model = sb3.DQN("MlpPolicy", build(), buffer_size=200, policy_kwargs={**SMALL}, **options)
-    model.learn(100, callback=ResumeCallback(tmp_path / "saves", 50)).replay_buffer.close()
-    with pytest.warns(UserWarning, match="is not deterministic"):
-        model = resume(tmp_path / "saves", build())
-    row = model.replay_buffer.pos - 1
-    model.replay_buffer.close()
-    again = CompressedReplayBuffer(
-        200, model.observation_space, model.action_space, storage_dir=tmp_path / "b", n_envs=1, resume=True
-    )
-    assert again.dones[row].all()
-    again.close()
-
-
 def test_resume_callback_uses_the_recorders_of_make_vec_env(tmp_path: pathlib.Path) -> None:
     def build_env() -> Any:
         return make_vec_env("CartPole-v1", 2, 3, isolation="in-process", wrapper_class=Masked)
@@ -343,6 +325,7 @@ def test_resume_callback_uses_the_recorders_of_make_vec_env(tmp_path: pathlib.Pa
         (sb3.PPO, None, SharedMemoryVecEnv),
         (sb3.DQN, None, DummyVecEnv),
         (sb3.DQN, CompressedReplayBuffer, DummyVecEnv),
+        (sb3.DQN, CompressedReplayBuffer, SharedMemoryVecEnv),  # in files
     ],
 )
 def test_environments_that_are_not_deterministic_start_new_episodes(
@@ -355,20 +338,29 @@ def test_environments_that_are_not_deterministic_start_new_episodes(
 
     envs: list[Any] = []
     options: Any = {"n_steps": 16, "batch_size": 8}
+    files = {"storage_dir": tmp_path / "files"} if cls is sb3.DQN and kind is SharedMemoryVecEnv else {}
     if cls is sb3.DQN:
-        options = {"buffer_size": 200, "replay_buffer_class": buffer_class}
-    cls("MlpPolicy", build(), seed=1, policy_kwargs={**SMALL}, **options).learn(
-        100, callback=ResumeCallback(tmp_path, 50)
-    )
+        options = {"buffer_size": 200, "replay_buffer_class": buffer_class, "replay_buffer_kwargs": files}
+    callbacks = [ResumeCallback(tmp_path / "saves", 50) for _ in range(2)]
+    model = cls("MlpPolicy", build(), seed=1, policy_kwargs={**SMALL}, **options).learn(100, callback=callbacks[0])
+    if files:
+        model.replay_buffer.close()
     with pytest.warns(UserWarning, match="Environment 1 is not deterministic.*all environments start new") as caught:
-        model = resume(tmp_path, build())
+        model = resume(tmp_path / "saves", build())
     assert not [each for each in caught if "Environment 0" in str(each.message)]
     if cls is sb3.DQN:
-        buffer = model.replay_buffer
-        assert np.asarray(buffer.dones[buffer.pos - 1]).all()
-        assert np.asarray(buffer.timeouts[buffer.pos - 1]).any()
-    model.learn(100 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 50))
-    assert model.num_timesteps >= 100
+        buffer, row = model.replay_buffer, model.replay_buffer.pos - 1
+        if files:  # the ends of the episodes are in the files, too
+            buffer.close()
+            spaces = model.observation_space, model.action_space
+            buffer = CompressedReplayBuffer(200, *spaces, **files, n_envs=2, resume=True)
+        assert np.asarray(buffer.dones[row]).all()
+        assert np.asarray(buffer.timeouts[row]).any()
+    if files:
+        buffer.close()
+    else:
+        model.learn(100 - model.num_timesteps, reset_num_timesteps=False, callback=callbacks[1])
+        assert model.num_timesteps >= 100
     for env in envs:
         env.close()
 
