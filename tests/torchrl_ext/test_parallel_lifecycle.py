@@ -110,20 +110,11 @@ def make_well() -> GymWrapper:
     return GymWrapper(Well())
 
 
-def make_nested_parallel() -> ParallelEnv:
-    """Make a ParallelEnv of two CartPoles, which starts its own workers."""
-    return ParallelEnv(2, make_cartpole)
-
-
-def make_async_vector() -> GymWrapper:
-    """Make a wrapped AsyncVectorEnv of two CartPoles, which starts its own workers."""
-    return GymWrapper(gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async"))
-
-
+# Environments that start processes of their own.
 NESTED: dict[str, Callable[[], Any]] = {
-    "a function": lambda: make_nested_parallel,
-    "an instance": make_nested_parallel,
-    "gymnasium's processes": lambda: make_async_vector,
+    "a function": lambda: lambda: ParallelEnv(2, make_cartpole),
+    "an instance": lambda: ParallelEnv(2, make_cartpole),
+    "gymnasium's processes": lambda: lambda: GymWrapper(gymnasium.make_vec("CartPole-v1", 2, "async")),
     "upstream's": lambda: lambda: Upstream(2, make_cartpole),
 }
 
