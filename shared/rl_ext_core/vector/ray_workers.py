@@ -74,6 +74,7 @@ class ActorHandle(WorkerHandle):
         self.watch, self._actor, self._memory = watch, actor, pool.memory
         self.send("build", (self.first, list(pool.factories[self.first : self.last])))
 
+    @defer_signals  # Ctrl-C must not come between the command and the number by which its answer is awaited
     def send(self, name: str, data: Any) -> None:
         """Send a command. After ``ray.shutdown()``, this fails: Ray would start again."""
         assert self.watch is not None
