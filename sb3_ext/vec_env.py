@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import warnings
@@ -16,7 +17,7 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.environments import PoolOptions, qualified_name, store_reward
 from rl_ext_core.vector.memory_layout import ENDED, OTHER_REWARD, TRUNCATED
 from rl_ext_core.vector.pool import Pool
-from rl_ext_core.vector.ray_pool import RayPool
+from rl_ext_core.vector.ray_workers import ActorHandle, launch_actors
 
 __all__ = ["CheckedVecEnv", "Indices", "PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv"]
 
@@ -354,5 +355,6 @@ class RayVecEnv(PoolVecEnv):
         close_timeout: float | None = None,
         actor_options: Mapping[str, Any] | None = None,
     ) -> None:
-        options = PoolOptions(None, n_workers, start_timeout, step_timeout, close_timeout)
-        super().__init__(RayPool(env_fns, options, actor_options=actor_options or {}))
+        options = PoolOptions(None, n_workers, start_timeout, step_timeout, close_timeout, recorder=False)
+        launch = functools.partial(launch_actors, actor_options=actor_options or {})
+        super().__init__(Pool(env_fns, options, new_worker=ActorHandle, launch=launch))

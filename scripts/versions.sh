@@ -14,7 +14,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 kinds=(lowest newest) extras=contrib,frames-jpeg
 tests="tests/platforms tests/core/frames tests/sb3_ext/test_replay_buffer.py
-    tests/sb3_ext/test_vec_env_matches_subproc.py tests/sb3_ext/test_vec_env_failures.py"
+    tests/sb3_ext/test_vec_env_matches_subproc.py tests/sb3_ext/test_vec_env_failures.py
+    tests/test_worker_faults.py"
 while getopts k:e:t: option; do
     case $option in
     k) kinds=("$OPTARG") ;;

@@ -922,10 +922,6 @@ def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library:
     compare_with_oracle(TABLE[name], mode, DRIVERS[library])
 
 
-def test_flags_that_a_reset_clears_are_read_before_it() -> None:
-    compare_with_oracle(TABLE["EnvPool, imitation"], NEXT_STEP, DRIVERS["SB3"])
-
-
 @pytest.mark.sample(quick=2, ci=16)
 @pytest.mark.parametrize("variant", ["rollout", "masks", "no infos"])
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)

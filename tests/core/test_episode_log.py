@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_ext_core.errors import StorageError, WorkerError
+from rl_ext_core.errors import WorkerError
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, episode_log
 from rl_ext_core.recording.capsule import read_capsule
 from rl_ext_core.vector import SharedMemoryVectorEnv
@@ -195,11 +195,6 @@ def test_full_folder_is_reported_and_kept(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 10
 
 
-def test_recorder_must_be_a_folder() -> None:
-    with pytest.raises(StorageError, match=r"recorder='/dev/null/crashes' cannot be written to: /dev/null is a file"):
-        SharedMemoryVectorEnv([make_env], recorder="/dev/null/crashes")
-
-
 class Walk(gymnasium.Env[Any, Any]):
     """Random walk with lives, whose resets between two lives continue the game."""
 
@@ -325,22 +320,6 @@ def test_observations_of_any_class_are_recorded(kind: str) -> None:
     assert EpisodeRecorder(Special(1)).repeat(log).first_difference is None
 
 
-def test_caller_may_change_options_and_arguments_later() -> None:
-    envs = SharedMemoryVectorEnv([lambda: Walk(1)] * 2, n_workers=1)
-    options, value = {"place": np.array([3.0])}, np.array(2.0)
-    envs.reset(seed=1, options=options)
-    envs.set_attr("scale", [value, value])
-    actions = np.ones((2, 2), np.float32)
-    envs.step(actions)
-    options["place"][0], value[...], actions[...] = 0, 0, 0
-    log = envs._pool.episode_logs()[0]
-    assert log is not None
-    assert log.calls[0][1]["options"]["place"] == 3
-    assert log.calls[1][1][1] == 2
-    assert log.calls[2][1].tolist() == [1, 1]
-    envs.close()
-
-
 class DiesInReset(Adjustable):
     """Wrapper that dies in the second reset of all processes."""
 
@@ -393,20 +372,6 @@ def test_call_that_raised_ends_the_log_until_the_next_reset() -> None:
     log = env.episode_log()
     assert log is not None
     assert (log.steps, log.is_interrupted) == (1, False)
-
-
-def test_copied_recorder_records_its_own_environment() -> None:
-    env = EpisodeRecorder(make_env())
-    env.reset(seed=0)
-    twin = deepcopy(env)
-    first, *_ = twin.step(1)
-    twin.reset()
-    last, *_ = twin.step(0)
-    check_repetition(twin.episode_log(), last)
-    log = env.episode_log()
-    assert log is not None
-    assert log.steps == 0
-    np.testing.assert_array_equal(env.step(1)[0], first)
 
 
 def test_recorder_records_an_environment_that_replaced_another() -> None:

@@ -153,7 +153,7 @@ def interrupted_steps_can_be_awaited_again() -> None:
         return venv.step_wait
 
     n_waited = 0
-    for where in interrupt_everywhere(prepare, code_paths=("/vector/ray_pool.py",)):
+    for where in interrupt_everywhere(prepare, code_paths=("/vector/ray_workers.py",)):
         if venv.waiting:
             n_waited += 1
             assert venv.step_wait()[0][:, 0].tolist() == [2, 2, 2], where

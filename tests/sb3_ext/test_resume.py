@@ -155,28 +155,37 @@ CASES: dict[str, tuple[Any, str, Callable[[], gymnasium.Env], int, dict[str, Any
 TOTAL, EVERY = 230, 50
 
 
-@pytest.mark.sample(quick=2, ci=13)
-@pytest.mark.parametrize("name", CASES)
-def test_resumed_run_equals_the_run_that_was_not_stopped(name: str, tmp_path: pathlib.Path) -> None:
+IN_WORKERS = ("dqn", "sac", "maskable", "recurrent", "dqn_frozen_lake")
+
+
+@pytest.mark.sample(quick=3, ci=18)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, DummyVecEnv) for name in CASES), *((name, SharedMemoryVecEnv) for name in IN_WORKERS)],
+)
+def test_resumed_run_equals_the_run_that_was_not_stopped(name: str, kind: Any, tmp_path: pathlib.Path) -> None:
     cls, policy, env_fn, n_envs, options = CASES[name]
     if name == "td3":
         options = {**options, "action_noise": OrnsteinUhlenbeckActionNoise(np.zeros(1), np.ones(1) * 0.1)}
+    envs = [kind([env_fn] * n_envs) for _ in range(3)]
 
-    def build() -> Any:
-        return cls(policy, vec_env_of(env_fn, n_envs), seed=7, **deepcopy(options))  # SB3 changes policy_kwargs
+    def build(env: Any) -> Any:
+        return cls(policy, env, seed=7, **deepcopy(options))  # SB3 changes policy_kwargs
 
-    whole = build().learn(TOTAL, callback=ResumeCallback(tmp_path / "whole", EVERY))
+    whole = build(envs[0]).learn(TOTAL, callback=ResumeCallback(tmp_path / "whole", EVERY))
     with pytest.raises(KeyboardInterrupt):
-        build().learn(TOTAL, callback=[StopAt(157), ResumeCallback(tmp_path / "run", EVERY)])
+        build(envs[1]).learn(TOTAL, callback=[StopAt(157), ResumeCallback(tmp_path / "run", EVERY)])
     np.random.seed(0)
     th.manual_seed(0)
-    model = resume(tmp_path / "run", vec_env_of(env_fn, n_envs))
+    model = resume(tmp_path / "run", envs[2])
     assert 90 < model.num_timesteps <= 157
     model.learn(
         TOTAL - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path / "run", EVERY)
     )
     assert_equal(state_of(whole), state_of(model))
     assert len(list((tmp_path / "run").iterdir())) == 2
+    for env in envs:
+        env.close()
 
 
 def ppo(env: Any) -> sb3.PPO:
@@ -296,24 +305,6 @@ def test_buffers_of_files_goals_and_dicts_continue_exactly(
             buffer.close()
 
 
-def test_truncated_episode_in_files_keeps_its_checksums(tmp_path: pathlib.Path) -> None:
-    def build() -> Any:
-        return vec_env_of(lambda: Nondeterministic(cartpole()))
-
-    options = {"replay_buffer_class": CompressedReplayBuffer, "replay_buffer_kwargs": {"storage_dir": tmp_path / "b"}}
-    model = sb3.DQN("MlpPolicy", build(), buffer_size=200, policy_kwargs={**SMALL}, **options)
-    model.learn(100, callback=ResumeCallback(tmp_path / "saves", 50)).replay_buffer.close()
-    with pytest.warns(UserWarning, match="is not deterministic"):
-        model = resume(tmp_path / "saves", build())
-    row = model.replay_buffer.pos - 1
-    model.replay_buffer.close()
-    again = CompressedReplayBuffer(
-        200, model.observation_space, model.action_space, storage_dir=tmp_path / "b", n_envs=1, resume=True
-    )
-    assert again.dones[row].all()
-    again.close()
-
-
 def test_resume_callback_uses_the_recorders_of_make_vec_env(tmp_path: pathlib.Path) -> None:
     def build_env() -> Any:
         return make_vec_env("CartPole-v1", 2, 3, isolation="in-process", wrapper_class=Masked)
@@ -334,6 +325,7 @@ def test_resume_callback_uses_the_recorders_of_make_vec_env(tmp_path: pathlib.Pa
         (sb3.PPO, None, SharedMemoryVecEnv),
         (sb3.DQN, None, DummyVecEnv),
         (sb3.DQN, CompressedReplayBuffer, DummyVecEnv),
+        (sb3.DQN, CompressedReplayBuffer, SharedMemoryVecEnv),  # in files
     ],
 )
 def test_environments_that_are_not_deterministic_start_new_episodes(
@@ -346,59 +338,31 @@ def test_environments_that_are_not_deterministic_start_new_episodes(
 
     envs: list[Any] = []
     options: Any = {"n_steps": 16, "batch_size": 8}
+    files = {"storage_dir": tmp_path / "files"} if cls is sb3.DQN and kind is SharedMemoryVecEnv else {}
     if cls is sb3.DQN:
-        options = {"buffer_size": 200, "replay_buffer_class": buffer_class}
-    cls("MlpPolicy", build(), seed=1, policy_kwargs={**SMALL}, **options).learn(
-        100, callback=ResumeCallback(tmp_path, 50)
-    )
+        options = {"buffer_size": 200, "replay_buffer_class": buffer_class, "replay_buffer_kwargs": files}
+    callbacks = [ResumeCallback(tmp_path / "saves", 50) for _ in range(2)]
+    model = cls("MlpPolicy", build(), seed=1, policy_kwargs={**SMALL}, **options).learn(100, callback=callbacks[0])
+    if files:
+        model.replay_buffer.close()
     with pytest.warns(UserWarning, match="Environment 1 is not deterministic.*all environments start new") as caught:
-        model = resume(tmp_path, build())
+        model = resume(tmp_path / "saves", build())
     assert not [each for each in caught if "Environment 0" in str(each.message)]
     if cls is sb3.DQN:
-        buffer = model.replay_buffer
-        assert np.asarray(buffer.dones[buffer.pos - 1]).all()
-        assert np.asarray(buffer.timeouts[buffer.pos - 1]).any()
-    model.learn(100 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 50))
-    assert model.num_timesteps >= 100
+        buffer, row = model.replay_buffer, model.replay_buffer.pos - 1
+        if files:  # the ends of the episodes are in the files, too
+            buffer.close()
+            spaces = model.observation_space, model.action_space
+            buffer = CompressedReplayBuffer(200, *spaces, **files, n_envs=2, resume=True)
+        assert np.asarray(buffer.dones[row]).all()
+        assert np.asarray(buffer.timeouts[row]).any()
+    if files:
+        buffer.close()
+    else:
+        model.learn(100 - model.num_timesteps, reset_num_timesteps=False, callback=callbacks[1])
+        assert model.num_timesteps >= 100
     for env in envs:
         env.close()
-
-
-WORKER_CASES = ("dqn", "sac", "maskable", "recurrent", "dqn_frozen_lake")
-
-
-@pytest.mark.sample(quick=1, ci=5)
-@pytest.mark.parametrize("name", WORKER_CASES)
-def test_resumed_run_with_workers_equals_the_run_that_was_not_stopped(name: str, tmp_path: pathlib.Path) -> None:
-    cls, policy, _, n_envs, options = CASES[name]
-    env_id = {"sac": "Pendulum-v1", "dqn_frozen_lake": "FrozenLake-v1"}.get(name, "CartPole-v1")
-    wrapper = Masked if name == "maskable" else None
-    envs = []
-
-    def build_env(run: str) -> Any:
-        folder = str(tmp_path / "monitors" / run)
-        env = make_vec_env(env_id, n_envs, seed=3, isolation="process", wrapper_class=wrapper, monitor_dir=folder)
-        envs.append(env)
-        return env
-
-    def build(run: str) -> Any:
-        return cls(policy, build_env(run), seed=7, **deepcopy(options))
-
-    whole = build("whole").learn(TOTAL, callback=ResumeCallback(tmp_path / "whole", EVERY))
-    with pytest.raises(KeyboardInterrupt):
-        build("run").learn(TOTAL, callback=[StopAt(157), ResumeCallback(tmp_path / "run", EVERY)])
-    model = resume(tmp_path / "run", build_env("run"))
-    rest = TOTAL - model.num_timesteps
-    model.learn(rest, reset_num_timesteps=False, callback=ResumeCallback(tmp_path / "run", EVERY))
-    assert_equal(state_of(whole), state_of(model))
-    for env in envs:
-        env.close()
-    for number in range(n_envs):
-        lines = [
-            (tmp_path / "monitors" / run / f"{number}.monitor.csv").read_text().splitlines()[1:]
-            for run in ("whole", "run")
-        ]
-        assert [line.rpartition(",")[0] for line in lines[0]] == [line.rpartition(",")[0] for line in lines[1]]
 
 
 def test_damaged_save_is_skipped(tmp_path: pathlib.Path) -> None:

@@ -66,12 +66,6 @@ def test_refused_resume_leaves_the_files_of_the_buffer(
     assert contents() == before
 
 
-def test_resume_restores_the_files_of_the_buffer(saved_run: pathlib.Path) -> None:
-    model = resume(saved_run / "saves", cart_pole(wrapper_class=same))
-    assert model.replay_buffer.size() * 2 == model.num_timesteps == 80
-    model.replay_buffer.close()
-
-
 def test_copy_opened_by_load_replay_buffer_needs_its_folder_in_the_arguments(tmp_path: pathlib.Path) -> None:
     options = {"replay_buffer_class": CompressedReplayBuffer, "replay_buffer_kwargs": {"storage_dir": tmp_path / "a"}}
     model = without_logger(DQN("MlpPolicy", cart_pole(), buffer_size=500, policy_kwargs={"net_arch": [8]}, **options))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
-import multiprocessing
 import os
 import subprocess
 import threading
 import time
 import warnings
 from collections.abc import Callable
-from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ import pytest
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector.pool import Pool
 from sb3_ext import SharedMemoryVecEnv
-from tests.forks import result_in_fork
 from tests.sb3_ext.vec_checks import FAST, no_workers, raise_interrupt_in
 from tests.sb3_ext.vec_test_envs import Counting, Failing, Gated
 
@@ -30,15 +27,14 @@ ACTIONS = np.zeros(3, np.int64)
 PATIENCE_S = 60  # for conditions on a busy machine
 
 
-class WithSimulator(Failing):
+class WithSimulator(Counting):
     """Environment with a child process, which ``close`` ends; a file per child contains its state.
 
     :param folder: folder of the files
-    :param how: failure in the third step, see :func:`fail`; empty: none
     """
 
-    def __init__(self, folder: str, how: str = "") -> None:
-        super().__init__("step" if how else "", how, after=2)
+    def __init__(self, folder: str) -> None:
+        super().__init__()
         self._simulator = subprocess.Popen(["sleep", "600"])
         self._file = Path(folder, str(self._simulator.pid))
         self._file.write_text("runs")
@@ -93,20 +89,6 @@ def test_worker_death_is_detected_while_its_child_process_lives(options: dict[st
             venv.step(ACTIONS[:2])
     venv.close()
     assert no_workers()
-
-
-@pytest.mark.parametrize(("how", "closed_too"), [("raise", 3), pytest.param("SIGKILL", 2, marks=pytest.mark.slow)])
-def test_failure_ends_processes_started_by_environments(how: str, closed_too: int, tmp_path: Path) -> None:
-    build = functools.partial(WithSimulator, str(tmp_path))
-    venv = SharedMemoryVecEnv([build, functools.partial(build, how), build], FAST)
-    venv.reset()
-    for _ in range(2):
-        venv.step(ACTIONS)
-    with pytest.raises(WorkerError, match="environment 1 of 3"):
-        venv.step(ACTIONS)
-    assert wait_until(lambda: not running_simulators(tmp_path))
-    assert count_closed(tmp_path) == closed_too
-    venv.close()
 
 
 @pytest.mark.slow
@@ -197,53 +179,4 @@ def test_close_does_not_wait_for_interrupted_step(monkeypatch: pytest.MonkeyPatc
         venv.step(ACTIONS[:2])
     with pytest.warns(UserWarning, match="environment 0 of 2 was still in step after"):
         venv.close()
-    assert no_workers()
-
-
-# -- a forked process cannot use the workers of a vectorized environment that it inherited
-
-TWO_ACTIONS = np.zeros(2, np.int64)
-REFUSED: list[Callable[[SharedMemoryVecEnv], Any]] = [
-    lambda venv: venv.step(TWO_ACTIONS),
-    lambda venv: venv.reset(),
-    lambda venv: venv.get_attr("_count"),
-    lambda venv: venv.env_is_wrapped(Counting),
-]
-
-
-def step_counts(venv: SharedMemoryVecEnv) -> list[int]:
-    return [int(count) for count in venv.step(TWO_ACTIONS)[0][:, 0]]
-
-
-def close_and_drop(venv: SharedMemoryVecEnv) -> str:
-    """Close and drop a VecEnv in a forked process, as at its exit."""
-    venv.close()
-    vars(venv).clear()  # as if the last reference was dropped
-    gc.collect()
-    util._exit_function()  # type: ignore[attr-defined]  # ends children at exit
-    return "left"
-
-
-def use_own_env() -> list[int]:
-    """Create a VecEnv, take two steps, and return the step counts."""
-    made = SharedMemoryVecEnv([Counting] * 2, "fork")
-    made.reset()
-    made.step(TWO_ACTIONS)
-    found = step_counts(made)
-    made.close()
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_forked_process_cannot_use_or_end_the_workers() -> None:
-    multiprocessing.active_children()  # joins ended processes of other tests, which the exit below would wait for
-    venv = SharedMemoryVecEnv([Counting] * 2, "fork", restart="truncate", step_timeout=60.0)
-    venv.reset()
-    for call in REFUSED:
-        text = result_in_fork(lambda call=call: call(venv))
-        assert text.startswith("InvalidArgumentError: these environments belong to process ")
-    assert result_in_fork(lambda: close_and_drop(venv)) == "'left'"
-    assert result_in_fork(use_own_env) == "[2, 2]"
-    assert step_counts(venv) == [1, 1]
-    venv.close()
     assert no_workers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 
+from rl_ext_core.errors import WorkerError
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.leaks import running_workers
 
@@ -37,6 +39,18 @@ def no_workers(grace_s: float = 60) -> bool:
     if left := running_workers(grace_s=grace_s):
         logging.getLogger(__name__).warning("running: %s", left)
     return not left
+
+
+@contextlib.contextmanager
+def expect_error(grace_s: float = 60) -> Iterator[Any]:
+    """Expect a WorkerError, and no workers or threads after a grace period."""
+    with pytest.raises(WorkerError) as caught:
+        yield caught
+    assert no_workers()
+    for thread in threading.enumerate():
+        if thread.name == "rl_ext_core-watch":
+            thread.join(grace_s)
+            assert not thread.is_alive()
 
 
 @contextlib.contextmanager

@@ -188,6 +188,9 @@ class Counting(gym.Env[np.ndarray, int]):
     def pid(self) -> int:
         return os.getpid()
 
+    def method(self) -> None:
+        """Do nothing; a method to call."""
+
 
 def hang_in_c() -> None:
     """Hang in C code, without ever releasing the GIL."""
@@ -202,12 +205,24 @@ class UnpicklableError(Exception):
         raise TypeError("never")
 
 
+class NeedsArgumentsError(Exception):
+    """Exception that can be pickled, but not unpickled."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
 def fail(how: str) -> None:
     """Raise an error, exit, hang or be killed, as ``how`` says."""
     if how == "raise":
         raise ValueError("the rope has snapped")
     if how == "raise what does not pickle":
         raise UnpicklableError("a lock")
+    if how == "raise what does not unpickle":
+        raise NeedsArgumentsError("one", "two")
+    if how.startswith("interrupt "):  # this process, and hang
+        os.kill(int(how.split()[1]), signal.SIGINT)
+        how = "hang"
     if how == "SIGSEGV":
         ctypes.string_at(0)
     elif how == "os._exit":

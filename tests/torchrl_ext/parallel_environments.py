@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -80,26 +79,6 @@ class DeviceReporting(Well):
         return [self.at_construction, variables(), getattr(context, "_MUJOCO_GL", "not imported"), self.device_given]
 
 
-class DryError(Exception):
-    """Error that cannot be unpickled, since its ``args`` do not fit its constructor."""
-
-    def __init__(self, depth: float, bucket: str) -> None:
-        super().__init__(f"{bucket} hit the ground at {depth} m")
-
-
-def fail(how: str) -> None:
-    """Raise an error, crash, exit or hang, as ``how`` says."""
-    if how == "raise":
-        raise ValueError("the well is dry")
-    if how == "raise what cannot be pickled":
-        raise DryError(10.0, "the bucket")
-    if how.startswith("interrupt "):
-        os.kill(int(how.split()[1]), signal.SIGINT)
-        how = "hang"
-    if how:
-        vec_test_envs.fail({"segfault": "SIGSEGV"}.get(how, how))
-
-
 class Failing(Well):
     """Environment that fails on a given occasion in a given way."""
 
@@ -109,8 +88,8 @@ class Failing(Well):
         self._fail_if_due("constructor")
 
     def _fail_if_due(self, occasion: str) -> None:
-        if occasion == self.when:
-            fail(self.how)
+        if occasion == self.when and self.how:
+            vec_test_envs.fail(self.how)
 
     def reset(self, **kwargs: Any) -> Any:
         result = super().reset(**kwargs)
@@ -134,7 +113,7 @@ class Failing(Well):
 
     def return_unreadable(self) -> Any:
         """Return an error that cannot be unpickled, if methods are to fail."""
-        return DryError(1.0, "a bucket") if self.when == "method" else None
+        return vec_test_envs.NeedsArgumentsError("one", "two") if self.when == "method" else None
 
     def close(self) -> None:
         super().close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import logging
 import os
 import pickle
@@ -16,7 +15,6 @@ from typing import Any
 
 import cloudpickle
 import gymnasium
-import psutil
 import pytest
 import torch
 from torchrl.envs import GymEnv, RewardSum, TransformedEnv
@@ -46,26 +44,6 @@ def test_close_ends_workers_and_closes_environments(event_log: Any) -> None:
     env.close(raise_if_closed=False)
     assert env.rollout(3).shape == (2, 3)
     env.close()
-
-
-@slow
-def test_close_frees_descriptors_and_threads_and_restores_num_threads() -> None:
-    env = ParallelEnv(2, Failing, create_env_kwargs=[{}, {"when": "step"}])
-    counts, before = [], torch.get_num_threads()
-    try:
-        for _ in range(3):
-            torch.set_num_threads(5)
-            env.reset()
-            with pytest.raises(WorkerError):
-                env.rollout(5)
-            assert torch.get_num_threads() == 5
-            env.reset()
-            env.close()
-            gc.collect()
-            counts.append((psutil.Process().num_fds(), psutil.Process().num_threads()))
-    finally:
-        torch.set_num_threads(before)
-    assert counts[-1] <= counts[1]
 
 
 # -- pickles
@@ -132,20 +110,11 @@ def make_well() -> GymWrapper:
     return GymWrapper(Well())
 
 
-def make_nested_parallel() -> ParallelEnv:
-    """Make a ParallelEnv of two CartPoles, which starts its own workers."""
-    return ParallelEnv(2, make_cartpole)
-
-
-def make_async_vector() -> GymWrapper:
-    """Make a wrapped AsyncVectorEnv of two CartPoles, which starts its own workers."""
-    return GymWrapper(gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async"))
-
-
+# Environments that start processes of their own.
 NESTED: dict[str, Callable[[], Any]] = {
-    "a function": lambda: make_nested_parallel,
-    "an instance": make_nested_parallel,
-    "gymnasium's processes": lambda: make_async_vector,
+    "a function": lambda: lambda: ParallelEnv(2, make_cartpole),
+    "an instance": lambda: ParallelEnv(2, make_cartpole),
+    "gymnasium's processes": lambda: lambda: GymWrapper(gymnasium.make_vec("CartPole-v1", 2, "async")),
     "upstream's": lambda: lambda: Upstream(2, make_cartpole),
 }
 
@@ -238,19 +207,3 @@ def test_memory_warning_appears_once(caplog: pytest.LogCaptureFixture, monkeypat
     (memory,) = (record.getMessage() for record in caplog.records if record.name == "torchrl_ext")
     pattern = r"2 workers need about 0\.\d+ GB \(\d+ MB each, measured\), but only 0\.0 GB are available: use 1 or"
     assert re.match(pattern, memory)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_closing_in_a_forked_child_keeps_the_workers() -> None:
-    env = ParallelEnv(2, "CartPole-v1")
-    env.reset()
-    for leave in (env.close, lambda: env._pool.end("a call was interrupted")):
-        child = os.fork()
-        if child == 0:
-            try:
-                leave()
-            finally:
-                os._exit(0 if env.is_closed else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert env.rollout(3).shape == (2, 3)
-    env.close()

@@ -38,7 +38,7 @@ from rl_ext_core.vector.memory_layout import CONVERTED, SKIPPED, MemoryLayout
 from rl_ext_core.vector.restarts import Restarts
 from rl_ext_core.vector.worker import IDLE_FRAMES, PHASES, REPEAT_EPISODE, StepEntry, map_log, run_worker
 
-__all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings"]
+__all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings", "launch_processes"]
 
 # Time limit of close() for a step whose result was not read, as after Ctrl-C. The step may never end.
 UNFINISHED_SECONDS = 5.0
@@ -89,6 +89,7 @@ class Pool:
     :param autoreset: autoreset mode of the environments, default ``SAME_STEP``
     :param new_worker: function that creates the handle of a worker from the number of the worker, of its first
         environment, and of its last environment plus one
+    :param launch: function that starts the workers of a pool; default: :func:`launch_processes`
     :raises WorkerError: If an environment cannot be built.
     :raises EnvironmentOutputError: If the spaces of environments differ.
     :raises InvalidArgumentError: If observations are not arrays of fixed shape.
@@ -98,6 +99,10 @@ class Pool:
     :ivar spaces: observation space and action space
     :ivar layout: layout of the shared arrays
     :ivar options, autoreset: as given
+    :ivar factories: factory of each environment
+    :ivar memory: memory of the shared arrays
+    :ivar log_memory: memory of the episode logs; None if no episodes are recorded
+    :ivar spins: whether waits poll before they block
     :ivar has_unread_answers: whether workers may still send answers
     :ivar arrays: shared arrays by name: the last observations, rewards and flags, and the next actions
     :ivar step_start: time when the last step began, from ``time.perf_counter()``
@@ -106,8 +111,7 @@ class Pool:
     """
 
     working_directory: str | None = None
-    # Pools without shared memory record no episodes.
-    _log_memory: SharedMemory | None = None
+    log_memory: SharedMemory | None = None
     _logs: Sequence[LogMemory] = ()
 
     def __init__(
@@ -117,11 +121,12 @@ class Pool:
         *,
         autoreset: Autoreset = Autoreset.SAME_STEP,
         new_worker: Callable[[int, int, int], Any] = WorkerHandle,
+        launch: Callable[[Pool, Sequence[Any]], None] | None = None,
     ) -> None:
         begin = time.perf_counter()
         check_env_fns(env_fns)
-        self._factories = make_factories(env_fns, options.start_timeout)
-        self.options, self.autoreset = options, autoreset
+        self.factories = make_factories(env_fns, options.start_timeout)
+        self.options, self.autoreset, self._launch = options, autoreset, launch or launch_processes
         self._restarts = None if options.restart is None else Restarts(len(env_fns))
         count = min(options.n_workers or len(env_fns), len(env_fns))
         # Workers get consecutive environments, as evenly as possible.
@@ -141,14 +146,17 @@ class Pool:
             found = [spaces for worker in self.workers for spaces in worker.answer]
             self.spaces = _require_same_spaces(options.spaces or found[0], found, options.caller.different_spaces)
             self.layout = MemoryLayout.from_spaces(len(self.worker_by_env), *self.spaces)
-            arrays = self.arrays = self.layout.arrays(self._map_memory())
+            self.memory.resize(self.layout.size)
+            for worker in self.workers:
+                self.send(worker, "map", self.layout)
+            arrays = self.arrays = self.layout.arrays(self.memory.map(self.layout.size))
             # These are looked up once, because every step uses them.
             self._actions = arrays.get("action")
             self._observations = [arrays[f"observation {index}"] for index in range(len(self.layout.paths))]
             self._flags, self._kinds = arrays["flags"].data, arrays["reward kind"].data
             self._zeros = bytes(len(self.worker_by_env))
-            if self._log_memory is not None:
-                blocks = [map_log(self._log_memory, number) for number in range(len(self.worker_by_env))]
+            if self.log_memory is not None:
+                blocks = [map_log(self.log_memory, number) for number in range(len(self.worker_by_env))]
                 self._logs = [LogMemory(self.spaces[1], block) for block in blocks]
             self.wait(starting=True, raise_failures=True)
         except BaseException:
@@ -179,62 +187,32 @@ class Pool:
 
     def _start_workers(self) -> None:
         """Start the workers. They build their environments."""
-        resources.check_open_file_limit(len(self.workers), self.options.caller.workers_argument)
-        self._spins = channel.should_spin(len(self.workers))
-        self._memory, self._log_memory = SharedMemory(), None
+        self.spins = channel.should_spin(len(self.workers))
+        self.memory, self.log_memory = SharedMemory(), None
         if self.options.recorder is not False:
             with contextlib.suppress(StorageError):  # a limit of file sizes: nothing is recorded
-                self._log_memory = SharedMemory(len(self.worker_by_env) * LOG_BYTES)
+                self.log_memory = SharedMemory(len(self.worker_by_env) * LOG_BYTES)
         # Files that environments write there are not deleted.
         self.working_directory = None if self.options.cwd is None else tempfile.mkdtemp(prefix="rl-ext-cwd-")
-        self._memories = [memory for memory in (self._memory, self._log_memory) if memory is not None]
+        self._memories = [memory for memory in (self.memory, self.log_memory) if memory is not None]
         # A bound method would keep this object alive. The workers end when it is deleted.
         self._end = weakref.finalize(self, _end_pool, self._owner, self.workers, self._memories, self.working_directory)
         self._end.atexit = False
         self.launch(self.workers)
 
     @defer_signals
-    def launch(self, workers: Sequence[WorkerHandle]) -> None:
-        """Start the processes of workers. If one cannot be started, end all of them."""
-        preload = dict.fromkeys([*WORKER_MODULES, *(name for factory in self._factories for name in factory.preload)])
-        decisions = [self._factories[worker.first].decision for worker in workers]
-        environs = [{} if decision is None else decision.variables for decision in decisions]
-        context = processes.get_context(self.options.start_method, preload=tuple(preload), environs=environs)
-        cwd = self.options.cwd
+    def launch(self, workers: Sequence[Any]) -> None:
+        """Start workers. If one cannot be started, end all of them."""
         try:
-            for worker in workers:
-                factories = [
-                    factory.for_attempt(worker.attempt) for factory in self._factories[worker.first : worker.last]
-                ]
-                directory = None
-                if self.working_directory is not None:
-                    own = os.path.join(self.working_directory, str(worker.number))
-                    directory = own, None if cwd in (None, "own") else os.path.abspath(cwd)
-                of_pool = self.autoreset, self._log_memory, self.options.initializer
-                arguments = self._memory, worker.first, factories, directory, *of_pool
-                worker.launch(context, run_worker, arguments, spins=self._spins)
+            self._launch(self, workers)
         except BaseException:
             for worker in workers:
                 worker.end()
             raise
-        for group in self._failure_groups(workers):
-            interrupt_wait = functools.partial(_interrupt_waits, group)
-            watch = processes.Watch(
-                [worker.process for worker in group], idle_in=IDLE_FRAMES, on_failure=interrupt_wait
-            )
-            for worker in group:
-                worker.watch = watch
 
-    def _failure_groups(self, workers: Sequence[WorkerHandle]) -> list[Sequence[WorkerHandle]]:
+    def failure_groups(self, workers: Sequence[Any]) -> list[Sequence[Any]]:
         """Return the workers in groups that fail together. With restarts, each worker fails alone."""
         return [workers] if self._restarts is None else [[worker] for worker in reversed(workers)]
-
-    def _map_memory(self) -> Any:
-        """Return the memory for the shared arrays, and make the workers map it."""
-        self._memory.resize(self.layout.size)
-        for worker in self.workers:
-            self.send(worker, "map", self.layout)
-        return self._memory.map(self.layout.size)
 
     # -- commands
 
@@ -354,7 +332,7 @@ class Pool:
     @property
     def records_episodes(self) -> bool:
         """Whether the episodes are recorded."""
-        return self._log_memory is not None
+        return self.log_memory is not None
 
     def layer_states(self) -> list[list[LayerState]]:
         """Return the state of the wrappers of each environment, see :mod:`rl_ext_core.recording.layers`."""
@@ -385,12 +363,12 @@ class Pool:
         :param timeout: time limit in seconds for each group of workers; None for no limit
         :param workers: the workers; default: all
         """
-        for group in self._failure_groups(self.workers if workers is None else workers):
+        for group in self.failure_groups(self.workers if workers is None else workers):
             watch = group[0].watch
             # The time of a group begins here, so that it does not depend on the other groups.
-            limited = timeout is not None and watch is not None and not all(map(WorkerHandle.is_done, group))
+            limited = timeout is not None and watch is not None and not all(worker.is_done() for worker in group)
             try:
-                with watch.operation("", timeout) if limited else contextlib.nullcontext():  # type: ignore[union-attr]
+                with watch.operation("", timeout) if limited else contextlib.nullcontext():
                     # The worker that got its command last usually answers last, so that the others need no wait.
                     for worker in reversed(group):
                         worker.receive()
@@ -579,7 +557,7 @@ class Pool:
             return
         text = record_crash(
             self.options.recorder,
-            factory=self._factories[environment],
+            factory=self.factories[environment],
             log=log,
             failure=dataclasses.replace(RecordedFailure.from_error(error), phase=phase),
             environment=environment,
@@ -630,7 +608,7 @@ class Pool:
             if worker.watch is not None:
                 worker.watch.expect_exit()
             worker.wake_worker()
-        late = _wait_while(self.workers, WorkerHandle.is_busy, begin, patience)
+        late = _wait_while(self.workers, lambda worker: worker.is_busy(), begin, patience)
         closing = [worker for worker in self.workers if worker not in late]
         for worker in closing:
             if not worker.has_failed():
@@ -649,8 +627,9 @@ class Pool:
         if worker.watch is None or not worker.awaits_answer():
             return None
         if worker.watch.failure is None:
-            worker.receive()
-            return worker.answer and self._exception_error(worker, worker.answer[0], "close", worker.answer[1])
+            with contextlib.suppress(EOFError):  # an actor has failed
+                worker.receive()
+                return worker.answer and self._exception_error(worker, worker.answer[0], "close", worker.answer[1])
         error = self._group_error([other for other in self.workers if other.watch is worker.watch])
         # The last two are those of a worker that was killed before it closed.
         return error if error.phase in ("close", "start", "idle") else None
@@ -674,13 +653,33 @@ class Pool:
         """
         if os.getpid() == self._owner:
             self._ended, self._failure = True, self._failure or failure
-            self._end_workers()
+            if hasattr(self, "_end"):  # otherwise no worker was started
+                _end_pool(self._owner, self.workers, self._memories, self.working_directory)
+                self._end.detach()
 
-    def _end_workers(self) -> None:
-        """End the workers and free their memory, if they were started."""
-        if hasattr(self, "_end"):  # otherwise no worker was started
-            _end_pool(self._owner, self.workers, self._memories, self.working_directory)
-            self._end.detach()
+
+def launch_processes(pool: Pool, workers: Sequence[WorkerHandle]) -> None:
+    """Start the processes of workers, and watch over them."""
+    options, autoreset = pool.options, pool.autoreset
+    if not any(worker.attempt for worker in workers):
+        resources.check_open_file_limit(len(workers), options.caller.workers_argument)
+    preload = dict.fromkeys([*WORKER_MODULES, *(name for factory in pool.factories for name in factory.preload)])
+    decisions = [pool.factories[worker.first].decision for worker in workers]
+    environs = [{} if decision is None else decision.variables for decision in decisions]
+    context = processes.get_context(options.start_method, preload=tuple(preload), environs=environs)
+    original = None if options.cwd in (None, "own") else os.path.abspath(options.cwd)
+    for worker in workers:
+        factories = [factory.for_attempt(worker.attempt) for factory in pool.factories[worker.first : worker.last]]
+        directory = None
+        if pool.working_directory is not None:
+            directory = os.path.join(pool.working_directory, str(worker.number)), original
+        arguments = pool.memory, worker.first, factories, directory, autoreset, pool.log_memory, options.initializer
+        worker.launch(context, run_worker, arguments, spins=pool.spins)
+    for group in pool.failure_groups(workers):
+        interrupt_wait = functools.partial(_interrupt_waits, group)
+        watch = processes.Watch([worker.process for worker in group], idle_in=IDLE_FRAMES, on_failure=interrupt_wait)
+        for worker in group:
+            worker.watch = watch
 
 
 def _require_same_spaces(expected: Any, found: Sequence[Any], advice: str) -> Any:

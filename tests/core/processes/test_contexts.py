@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,29 +32,6 @@ def test_context_has_the_interface_of_multiprocessing(method: str) -> None:
     assert get_context().get_start_method() == "forkserver"
     with pytest.raises(InvalidArgumentError, match=r"'fork-server' does not start .*Use method=\"forkserver\""):
         get_context("fork-server")
-
-
-def test_pools_executors_and_queues_use_the_context(method: str) -> None:
-    context = get_context(method)
-    with context.Pool(2) as pool:
-        assert pool.map(abs, [-1, 2]) == [1, 2]
-    with ProcessPoolExecutor(1, mp_context=context) as executor:
-        assert executor.submit(abs, -3).result() == 3
-    flags, event, queue = context.RawArray("b", 2), context.Event(), context.Queue()
-    process = context.Process(target=_use_array_event_and_queue, args=(flags,), kwargs={"event": event, "queue": queue})
-    process.start()
-    assert queue.get(timeout=120) == "queued"
-    assert event.wait(20)
-    process.join()
-    assert flags[1] == 7
-    assert process.exitcode == 0
-
-
-def _use_array_event_and_queue(flags: list[int], *, event: object, queue: object) -> None:
-    """Use an array, an event and a queue of the parent in a worker."""
-    flags[1] = 7
-    event.set()  # type: ignore[attr-defined]
-    queue.put("queued")  # type: ignore[attr-defined]
 
 
 def test_workers_get_environment_variables_of_their_start(method: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent, indent
 
-import psutil
 import pytest
 
 from tests.core.processes.worker_groups import UNPICKLING_METHODS
+from tests.ray_scripts import MARK, wait_for_marked_processes
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 120
@@ -58,9 +58,6 @@ MISSING_GUARD = r"WorkerError: worker \d of 3 cannot start. Each worker imports 
 GUARD_EXAMPLE = r'\n    if __name__ == "__main__":\n        main\(\)\n'
 MAIN_IMPORT_FAILED = r"WorkerError: worker \d of 3 {}.* while it imported the main script:"
 
-# Folder for temporary files of each program, by process number.
-_folders: dict[int, str] = {}
-
 
 class Program:
     """Scripts that run in a folder, each in a session of its own."""
@@ -89,7 +86,8 @@ class Program:
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
         path = os.pathsep.join([str(ROOT), str(ROOT / "shared")])
-        environ = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
+        own = {"PYTHONPATH": path, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", MARK: str(self.folder)}
+        environ = {**os.environ, **own}
         environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")  # torch would create it in TMPDIR
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -101,7 +99,6 @@ class Program:
             **options,  # type: ignore[call-overload]
         )
         self.running.append(process)
-        _folders[process.pid] = str(temporary)
         return process
 
 
@@ -110,34 +107,13 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     """Give the test a Program; at the end, kill its processes and fail if files remain."""
     started_program = Program(tmp_path_factory.mktemp("p"))  # a short name, because paths of sockets are limited
     yield started_program
-    for process in started_program.running:
-        left = find_session(process.pid)
-        for one in left:
-            one.kill()
-        process.communicate()
-        assert not left
+    left = wait_for_marked_processes(str(started_program.folder)) if started_program.running else []
+    for process in left:
+        process.kill()
+    for program in started_program.running:
+        program.communicate()
+    assert not left
     assert not list((started_program.folder / "tmp").glob("*"))
-
-
-def find_session(pid: int) -> list[psutil.Process]:
-    """Wait up to 120 s for the end of a program's processes, and return the running ones.
-
-    Workers and their children are found by the session, or by the program's ``TMPDIR``.
-    """
-    end = time.monotonic() + 120
-    while True:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                if os.getsid(process.pid) == pid or process.environ().get("TMPDIR") == _folders.get(pid, ""):
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue
-        if not found or time.monotonic() > end:
-            return found
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +163,7 @@ def test_starting_workers_do_not_outlive_a_killed_parent(method: str, program: P
     body = "import signal\nwith group(METHOD):\n    os.kill(os.getpid(), signal.SIGKILL)"
     process = program.start(method, body, top="time.sleep(0.3)")
     process.wait(LIMIT_S)
-    assert not find_session(process.pid)
+    assert not wait_for_marked_processes(str(program.folder))
     delete_pymp_folders(program)
 
 

@@ -24,7 +24,7 @@ from rl_ext_core.errors import (
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
 from tests.sb3_ext.vec_checks import assert_equal, raise_interrupt_in
-from tests.sb3_ext.vec_test_envs import Counting, Failing, FailingOnce, Gated, RandomEnv, ReusedArrayEnv
+from tests.sb3_ext.vec_test_envs import Counting, FailingOnce, Gated, RandomEnv, ReusedArrayEnv
 
 NESTED = spaces.Dict(
     image=spaces.Box(0, 255, (9, 8, 3), np.uint8),
@@ -114,19 +114,6 @@ def test_observations_are_copies_unless_copy_is_false() -> None:
         env.close()
 
 
-def test_failure_names_the_environment() -> None:
-    envs = SharedMemoryVectorEnv([Counting, functools.partial(Failing, "step", "raise")], **FAST)
-    envs.reset(seed=7)
-    for _ in range(3):
-        envs.step(np.zeros(2, int))
-    with pytest.raises(WorkerError, match=r"environment 1 of 2 \(seed 8\), in step") as caught:
-        envs.step(np.zeros(2, int))
-    assert repr(caught.value.__cause__) == "ValueError('the rope has snapped')"
-    with pytest.raises(WorkerError, match="environment 1 of 2"):
-        envs.reset()
-    envs.close()
-
-
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=lambda mode: mode.name)
 def test_restart_in_step_truncates_the_episodes_of_a_worker(mode: AutoresetMode, tmp_path: Any) -> None:
     failing = functools.partial(FailingOnce, str(tmp_path / "mark"), "step")
@@ -142,20 +129,6 @@ def test_restart_in_step_truncates_the_episodes_of_a_worker(mode: AutoresetMode,
     # In NEXT_STEP mode, this step is the reset. Otherwise it is the first step after the reset.
     assert observation[1][0] == rewards[1] == (0.0 if mode is AutoresetMode.NEXT_STEP else 1.0)
     assert envs.timings.restarts == 1
-    envs.close()
-
-
-def test_restart_in_reset_repeats_the_reset(tmp_path: Any) -> None:
-    failing = functools.partial(FailingOnce, str(tmp_path / "mark"), "reset")
-    envs = SharedMemoryVectorEnv([failing, Counting], restart="truncate", **FAST)
-    observation, infos = envs.reset(seed=3)
-    assert set(infos) == {"world", "_world", "worker_error", "_worker_error"}
-    assert infos["_worker_error"].tolist() == [True, False]
-    assert infos["worker_error"][0].startswith("environment 0 of 2 (seed 3), in reset: was killed by SIGSEGV")
-    assert "Repeated for the new environment: reset(seed=3)." in infos["worker_error"][0]
-    assert np.array_equal(observation[:, 1], infos["world"].astype(np.float32))
-    observation, *_ = envs.step(np.zeros(2, int))
-    assert observation[:, 0].tolist() == [1, 1]
     envs.close()
 
 
