@@ -307,7 +307,7 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
                 self._row.set_timeouts(infos)
             observations.store.append(obs, next_obs, self._row.data)
             is_measured = observations.store.seen == MEASURED_AFTER
-            if is_measured and observations.max_bytes is None and observations.storage_dir is None:
+            if is_measured and observations.store.max_bytes is None and observations.storage_dir is None:
                 warn_if_too_large(observations.store)
 
     @property
