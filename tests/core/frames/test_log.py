@@ -222,8 +222,9 @@ def _add_forever(folder: Path, first: int, done: Any) -> None:
         done.value = number
 
 
-def count_kills(n: int, folder: Path) -> None:
-    """Kill a process that adds transitions, ``n`` times, and check what it leaves."""
+@pytest.mark.parametrize("n", [6, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_lose_at_most_the_running_push(n: int, tmp_path: Path) -> None:
+    folder = tmp_path / "a"
     context, rng, newest = multiprocessing.get_context("fork"), random.Random(0), -1
     done = context.Value("q", -1, lock=False)
     for k in range(n):
@@ -242,15 +243,6 @@ def count_kills(n: int, folder: Path) -> None:
         assert done.value <= newest <= done.value + 1
         assert store.size == min(newest + 1, 150)
         store.close()
-
-
-def test_kills_lose_at_most_the_running_push(tmp_path: Path) -> None:
-    count_kills(6, tmp_path / "a")
-
-
-@pytest.mark.slow
-def test_many_kills_lose_at_most_the_running_push(tmp_path: Path) -> None:
-    count_kills(200, tmp_path / "a")
 
 
 @settings(max_examples=120 if "CI" in os.environ else 40, deadline=None)
