@@ -186,9 +186,21 @@ class SameAsUpstream(RuleBasedStateMachine):
             rows = np.arange(self.theirs.size())[start:stop:step]
             self._compare(self.ours, rows, read=lambda view: view[: self.theirs.size()][start:stop:step])
 
+    @rule(at=st.integers(1, 250))
+    def interrupt_reset(self, at: int) -> None:
+        """Interrupt a ``reset``; repeat it in SB3's buffer only if it took effect."""
+        interrupt_at(self.ours.reset, at, code_paths=CODE_PATHS)
+        if self.ours.size() == 0:
+            self._reset_theirs()
+
     @rule()
     def reset(self) -> None:
+        """Reset both buffers."""
         self.ours.reset()
+        self._reset_theirs()
+
+    def _reset_theirs(self) -> None:
+        """Reset SB3's buffer."""
         if isinstance(self.theirs, HerReplayBuffer):  # it would keep sampling the old episodes
             self.theirs = HerReplayBuffer(**self.buffer_arguments)
         else:
