@@ -69,7 +69,7 @@ def measure(name: str, *, codec: str, draws: int, steps: int | None = None) -> s
         stored.append(ours.stored_nbytes / recording.n_transitions)
     turns = {"rounds": DRAWS // draws, "draws": draws}
     speeds = [sampling_speedup(ours, plain, size, **turns) for size in (32, 256)]
-    ours.num_threads = 2
+    ours._observations.num_threads = 2
     speeds.append(sampling_speedup(ours, plain, 256, **turns, clock=time.perf_counter))
     adds = [speedup(seconds, "ours", baseline="plain") for seconds in laps]
 

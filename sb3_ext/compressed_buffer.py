@@ -68,15 +68,6 @@ class CompressedBuffer(BaseBuffer):
         return self._observations.map_parts(lambda part: part.layout.n_stack)
 
     @property
-    def num_threads(self) -> int | None:
-        """Number of threads that decode large batches; None for ``torch.get_num_threads()``."""
-        return self._observations.num_threads
-
-    @num_threads.setter
-    def num_threads(self, value: int | None) -> None:
-        self._observations.num_threads = value
-
-    @property
     def stored_nbytes(self) -> int:
         """Size of all stored transitions in bytes: frames, index, actions, rewards and flags."""
         return self._observations.store.nbytes

@@ -136,13 +136,14 @@ class Observations:
             if isinstance(value, Mapping) and (unknown := [key for key in value if key not in by_key]):
                 raise InvalidArgumentError(f"{name} is given for {unknown}, expected keys among {[*by_key]}")
         self.num_threads = None if num_threads is None else check_count("num_threads", num_threads)
-        self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
         self.decode_on_gpu = decode_on_gpu
         self.arguments = {
             "space": space,
             "buffer_shape": buffer_shape,
             "row_fields": row_fields,
             "decode_on_gpu": decode_on_gpu,
+            "num_threads": num_threads,
+            "max_bytes": max_bytes,
             **options,
         }
         given = {}
@@ -155,7 +156,7 @@ class Observations:
             *buffer_shape,
             given.get(_SINGLE_KEY, given),
             row_dtype=np.dtype([*row_fields]) if row_fields else None,
-            max_bytes=self.max_bytes,
+            max_bytes=None if max_bytes is None else check_count("max_bytes", max_bytes),
             storage_dir=storage_dir,
             resume=resume,
         )
@@ -297,11 +298,10 @@ class Observations:
         return sum(part.recycled.nbytes for part in self.parts.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("store", "num_threads", "max_bytes", "decode_on_gpu")}
+        return {name: getattr(self, name) for name in ("store", "num_threads", "decode_on_gpu")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.num_threads, self.max_bytes = state["num_threads"], state["max_bytes"]
-        self.decode_on_gpu = state["decode_on_gpu"]
+        self.num_threads, self.decode_on_gpu = state["num_threads"], state["decode_on_gpu"]
         self._set_store(state["store"])
 
 

@@ -17,10 +17,9 @@ _logger = logging.getLogger("sb3_ext")
 def describe_folder(observations: Observations) -> dict[str, Any]:
     """Return the folder of observations and the position in it as plain values, for :func:`open_folder`."""
     store, given = observations.store, os.fspath(observations.storage_dir)  # type: ignore[arg-type]
-    options = {"num_threads": observations.num_threads, "max_bytes": observations.max_bytes, **observations.arguments}
     where = {"folder": os.path.abspath(given), "given": given, "identity": store.identity}
     state = {"n_records": store.n_records, "position": store.position, "size": store.size}
-    return {**where, **state, "arguments": options}
+    return {**where, **state, "arguments": observations.arguments}
 
 
 def open_folder(saved: dict[str, Any], replaced: Observations | None) -> Observations:

@@ -64,19 +64,6 @@ def test_round_trip_returns_equal_episodes(data_format: str) -> None:
     assert minari.namespace.list_local_namespaces() == ["games"]
 
 
-@pytest.mark.parametrize("data_format", ["hdf5", "arrow"])
-def test_infos_are_written_and_read(tmp_path: Path, data_format: str) -> None:
-    (episode,) = random_episodes(VECTOR, ACTIONS, (3,))
-    infos = {"lives": np.arange(4), "position": {"xy": np.ones((4, 2), np.float32)}}
-    episode = Episode(**{**vars(episode), "infos": infos})
-    write_dataset(tmp_path / "mine", [episode], VECTOR, ACTIONS, data_format=data_format)
-    found = open_dataset(tmp_path / "mine").read(0).infos
-    assert found is not None
-    np.testing.assert_array_equal(found["lives"], infos["lives"])
-    if data_format == "hdf5":  # Minari returns nested infos of Arrow files in another form
-        np.testing.assert_array_equal(found["position"]["xy"], infos["position"]["xy"])
-
-
 def test_folders_are_read_with_and_without_their_data_folder(tmp_path: Path, root: Path) -> None:
     episodes = write(tmp_path / "some data")
     assert_equal_episodes(open_dataset(str(tmp_path / "some data")), episodes)

@@ -114,6 +114,8 @@ class SameAsUpstream(RuleBasedStateMachine):
             own = {"n_steps": data.draw(st.integers(1, 5)), "gamma": 0.9}
         self.buffer_arguments = {"buffer_size": size, "observation_space": space, "action_space": actions, **own}
         self.buffer_arguments |= {"device": "cpu", "n_envs": n_envs, "handle_timeout_termination": handle_timeouts}
+        if kind in ("plain", "dict"):  # on the CPU, it changes nothing
+            self.options["decode_on_gpu"] = data.draw(st.booleans())
         if limited:
             self.options["max_bytes"] = (30_000 if kind == "dict" else 8_000) * (n_envs + 1)
         self.temporary = Path(tempfile.mkdtemp())
@@ -184,9 +186,21 @@ class SameAsUpstream(RuleBasedStateMachine):
             rows = np.arange(self.theirs.size())[start:stop:step]
             self._compare(self.ours, rows, read=lambda view: view[: self.theirs.size()][start:stop:step])
 
+    @rule(at=st.integers(1, 250))
+    def interrupt_reset(self, at: int) -> None:
+        """Interrupt a ``reset``; repeat it in SB3's buffer only if it took effect."""
+        interrupt_at(self.ours.reset, at, code_paths=CODE_PATHS)
+        if self.ours.size() == 0:
+            self._reset_theirs()
+
     @rule()
     def reset(self) -> None:
+        """Reset both buffers."""
         self.ours.reset()
+        self._reset_theirs()
+
+    def _reset_theirs(self) -> None:
+        """Reset SB3's buffer."""
         if isinstance(self.theirs, HerReplayBuffer):  # it would keep sampling the old episodes
             self.theirs = HerReplayBuffer(**self.buffer_arguments)
         else:
@@ -202,6 +216,7 @@ class SameAsUpstream(RuleBasedStateMachine):
         else:
             save_to_pkl(self.temporary / "b.pkl", self.ours)  # as model.save_replay_buffer() does
             other = self.cls.load(self.temporary / "b.pkl", "cpu")
+        assert other._observations.decode_on_gpu == self.ours._observations.decode_on_gpu
         if self.kind == "hindsight":
             other.set_env(self.buffer_arguments["env"])
         if goes_on and self.folder is None:

@@ -23,7 +23,6 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTy
 from sb3_ext import (
     CompressedDictReplayBuffer,
     CompressedHerReplayBuffer,
-    CompressedNStepReplayBuffer,
     CompressedReplayBuffer,
 )
 from sb3_ext.datasets import read_buffer_episodes
@@ -174,14 +173,6 @@ def test_actions_are_scaled_and_scaled_back(space: Any, ulps: int) -> None:
     assert (np.abs(found - actions) <= ulps * spacing).all()
 
 
-def test_rewards_are_float32_as_in_sb3() -> None:
-    (episode,) = random_episodes(VECTOR, SWITCH, (3,))
-    write_dataset("mine-v0", [Episode(**{**vars(episode), "rewards": np.full(3, 0.1)})], VECTOR, SWITCH)
-    buffer = CompressedReplayBuffer.from_dataset("mine-v0")
-    assert (buffer.rewards == np.float32(0.1)).all()
-    assert next(read_buffer_episodes(buffer)).rewards.dtype == np.float64
-
-
 def test_environments_get_equal_parts_of_consecutive_steps() -> None:
     episodes = write(lengths=(4, 1, 7, 2))
     buffer = CompressedReplayBuffer.from_dataset("mine-v0", n_envs=3)
@@ -251,18 +242,6 @@ def test_hindsight_buffer_equals_the_one_that_was_recorded() -> None:
             CompressedHerReplayBuffer.from_dataset("bits-v0", **options)
 
 
-def test_n_step_returns_do_not_cross_the_ends_of_environments() -> None:
-    write(lengths=(12,))
-    buffer: Any = CompressedNStepReplayBuffer.from_dataset("mine-v0", n_envs=2, n_steps=3, gamma=1.0)
-    rewards = buffer.rewards
-    np.random.seed(0)
-    samples = buffer._get_samples(np.array([4, 5, 5, 5]))
-    np.random.seed(0)
-    envs = np.random.randint(0, 2, 4)
-    expected = [rewards[4:, envs[0]].sum(), *rewards[5, envs[1:]]]
-    np.testing.assert_allclose(samples.rewards[:, 0], expected, rtol=1e-6)
-
-
 def test_storage_dir_contains_the_dataset(tmp_path: Path) -> None:
     write(MIXED)
     folder = tmp_path / "stored"
@@ -324,23 +303,6 @@ def test_other_spaces_and_sizes_are_refused() -> None:
         CompressedReplayBuffer.from_dataset("mine-v0", n_envs=13)
     with pytest.raises(InvalidArgumentError, match="no episodes"):
         CompressedReplayBuffer(12, VECTOR, SWITCH).to_dataset("empty-v0")
-
-
-def test_training_continues_from_a_dataset() -> None:
-    env = DummyVecEnv([lambda: gymnasium.make("Pendulum-v1")] * 2)
-    options: dict[str, Any] = {
-        "learning_starts": 0,
-        "train_freq": 8,
-        "device": "cpu",
-        "policy_kwargs": {"net_arch": [8]},
-    }
-    model = SAC("MlpPolicy", env, replay_buffer_class=CompressedReplayBuffer, buffer_size=100, **options)
-    without_logger(model).learn(48).replay_buffer.to_dataset("pendulum/mine-v0")  # type: ignore[union-attr, operator]
-    model = without_logger(SAC("MlpPolicy", env, **options))
-    model.replay_buffer = CompressedReplayBuffer.from_dataset("pendulum/mine-v0", env=env, buffer_size=100)
-    model.train(gradient_steps=2, batch_size=16)
-    model.learn(16)
-    assert (model.replay_buffer.size(), model.replay_buffer.pos) == (32, 32)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from rl_ext_core.frames import planning
 from rl_ext_core.frames.log import FrameLog
-from sb3_ext import CompressedDictReplayBuffer, CompressedReplayBuffer
+from sb3_ext import CompressedDictReplayBuffer, CompressedReplayBuffer, replay_buffers
 from tests.sb3_ext.buffer_envs import (
     REPLAY,
     ROLLOUT,
@@ -157,23 +159,44 @@ def test_forked_child_can_sample_if_thread_held_lock_at_fork() -> None:
 def test_options_can_differ_between_keys_of_dict_space() -> None:
     image = spaces.Box(0, 255, (4, 30, 30), np.uint8)
     space = spaces.Dict(left=image, right=image, speed=spaces.Box(-1, 1, (6,), np.float32))
-    codec = {"left": "raw"}
-    buffer, _ = make_buffers("dict", 80, space, ACTIONS, codec=codec, n_stack=4)
-    assert buffer.codec == {"left": "raw", "right": "patch", "speed": "raw"}
+    codec, options = {"left": "raw", "right": "jpeg"}, {"quality": {"right": 80}, "n_stack": 4}
+    buffer, _ = make_buffers("dict", 80, space, ACTIONS, codec=codec, **options)
+    assert buffer.codec == {"left": "raw", "right": "jpeg", "speed": "raw"}
     assert buffer.n_stack == {"left": 4, "right": 4, "speed": 1}
-    for options, error, text in (
+    for wrong, error, text in (
         (
             {"codec": {"front": "raw"}},
             SHAPE,
             r"codec is given for \['front'\].*\['left', 'right', 'speed'\]",
         ),
+        ({"quality": {"left": 80}}, SHAPE, "key 'left': quality=80 is for codec='jpeg' only"),
         ({"n_stack": {"left": 7}}, SHAPE, "key 'left': n_stack=7 does not divide the 4 channels"),
         ({"n_stack": {"left": "4"}}, TYPE, "key 'left': n_stack='4' must be a whole number"),
     ):
         with pytest.raises(error, match=text):
-            make_buffers("dict", 80, space, ACTIONS, **options)  # type: ignore[arg-type]
+            make_buffers("dict", 80, space, ACTIONS, **wrong)  # type: ignore[arg-type]
     with pytest.raises(TYPE, match=r"observation_space is Box.*expected a Dict.*CompressedReplayBuffer"):
         CompressedDictReplayBuffer(10, image, ACTIONS)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_bytes": 10**7}, {"storage_dir": "there"}], ids=str)
+def test_too_large_buffer_warns_once_unless_it_is_limited(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(replay_buffers, "MEASURED_AFTER", 150)
+    monkeypatch.setattr(planning, "available_memory", lambda: 10**7)
+    rng = np.random.default_rng(0)
+    space = spaces.Box(0, 255, (3, 30, 30), np.uint8)
+    buffer = CompressedReplayBuffer(100_000, space, spaces.Discrete(3), device="cpu", **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(200):
+            image = rng.integers(256, size=(1, *space.shape)).astype(np.uint8)
+            buffer.add(image, image, np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
+    buffer.close()
+    assert len(caught) == (not options)
+    assert all("uncompressed they would take 540 MB" in str(warning.message) for warning in caught)
 
 
 # -- arrays of batches are reused only after their last reference is gone

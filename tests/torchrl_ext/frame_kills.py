@@ -13,10 +13,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torchrl.data import TensorDictReplayBuffer
 
 from tests.torchrl_ext.frame_data import Videos, count_elements
-from torchrl_ext import FrameStorage
 
 KEYS = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("inner", "vector")]
 _FILES = ("torchrl_ext/", "rl_ext_core/frames", "torchrl/data/replay_buffers", "multiprocessing/sharedctypes")
@@ -51,13 +49,6 @@ def add_until_killed(buffer: Any, n_complete: Any, batch: int) -> None:
     while True:
         buffer.extend(make_batch(n_complete.value, batch))
         n_complete.value += 1
-
-
-def open_folder(folder: Any, size: int, **options: Any) -> Any:
-    """Make a buffer over a FrameStorage in a folder."""
-    return TensorDictReplayBuffer(
-        storage=FrameStorage(size, storage_dir=folder, resume=folder is not None, **options), batch_size=16
-    )
 
 
 class KillAtLine:

@@ -169,27 +169,6 @@ def test_unrelated_images_that_were_overwritten_take_no_memory(keys: list[Any]) 
     assert storage.nbytes < 1.3 * 100 * len(keys) * images["pixels"][0].nbytes + 3_000_000
 
 
-LIMIT = 120_000
-
-
-@pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("batch", [10, 1, 50])
-def test_max_bytes_keeps_the_newest_elements_in_order(batch: int) -> None:
-    storage = FrameStorage(100_000, max_bytes=LIMIT)
-    buffer = TensorDictReplayBuffer(storage=storage, batch_size=16)
-    data = Videos(1, end=0.01).collect(1200).reshape(-1)
-    for rows in data.split(batch):
-        buffer.extend(rows.clone())
-        assert storage.nbytes <= LIMIT
-    assert storage._columns[0].table.nbytes < 1.1 * LIMIT
-    assert 400 < len(buffer) < 1200
-    assert storage.max_size == 100_000
-    first = int(buffer.writer._cursor) % len(buffer)
-    held = torch.cat([buffer[first:].clone(), buffer[:first].clone()])
-    assert held["index"].tolist() == [*range(first, len(buffer)), *range(first)]
-    assert_same(held.exclude("index"), data[-len(buffer) :].to("cpu").exclude("index"))
-
-
 def test_views_are_refused_after_empty() -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(50), batch_size=8)
     data = Videos(1).collect(50).reshape(-1)
@@ -211,7 +190,6 @@ def test_views_are_refused_after_empty() -> None:
         ({"max_bytes": 9, "storage_dir": "a"}, {}, "is for storages of one dimension"),
         ({"max_bytes": 9}, {"writer": TensorDictMaxValueWriter}, "overwrites the oldest, got TensorDictMaxValueWriter"),
         ({"max_bytes": 9}, {"sampler": ConsumingSampler}, r"Sampler records .* by place: .* Leave max_bytes out"),
-        ({"max_bytes": 9}, {"sampler": SAMPLERS["streaming"]}, r"Sampler records .* by place: .* Leave max_bytes out"),
     ],
 )
 def test_max_bytes_refuses_writers_and_samplers_that_record_places(storage: Any, buffer: Any, text: str) -> None:

@@ -78,7 +78,9 @@ def _count_batches(numbers: Any, batch: int) -> Any:
     return Counter(held for number in numbers for held in all_hashes()[batch_slice(number, batch)])
 
 
-def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> None:
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize(("batch", "size"), [(1, 100_000), (30, 200)])
+def test_killed_processes_neither_block_others_nor_leave_partial_elements(context: Any, batch: int, size: int) -> None:
     """Let two processes add elements; kill one of them repeatedly, and start another one."""
     buffer = _make_shared_buffer(size, batch)
     random = np.random.default_rng(batch + size)
@@ -94,7 +96,7 @@ def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> No
 
     at_work = [start_worker(), start_worker()]
     try:
-        for _ in range(kills):
+        for _ in range(6):
             victim, its_number = at_work.pop(int(random.integers(2)))
             while its_number.value < 3:
                 time.sleep(0.001)
@@ -121,23 +123,15 @@ def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> No
         assert len(buffer) == size
 
 
-@pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize(("batch", "size"), [(1, 100_000), (30, 200)])
-def test_killed_processes_neither_block_others_nor_leave_partial_elements(context: Any, batch: int, size: int) -> None:
-    check_random_kills(context, batch, size, kills=6)
-
-
 ALL_KEYS = [*KEYS, ("next", "done")]
 FILM_KEYS = ["observation", ("next", "observation"), ("next", "done")]
 BATCHES = [7, 40, 3, 25, 60]
 LINES = 660  # at least as many lines as adding a batch executes
 
 
-def check_kill_at_line(
-    context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool, **options: Any
-) -> bool:
+def check_kill_at_line(context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool) -> bool:
     """Kill a process at a line, and check the storage; return whether a log names it."""
-    buffer = _make_shared_buffer(90 if full else 300, 30, **options)
+    buffer = _make_shared_buffer(90 if full else 300, 30)
     buffer.extend(make_batch(1, 30))
     buffer.extend(make_batch(2, 30))
     worker = context.Process(target=add_and_be_killed, args=(buffer, 3, 30, line))

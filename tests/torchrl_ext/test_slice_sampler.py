@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import pickle
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -163,12 +164,20 @@ class SameAsTorchRL(RuleBasedStateMachine):
         self.call_both(lambda buffer: buffer.empty())
         self.extend(2, lazy=False)
 
-    @rule()
-    def load_state_dict(self) -> None:
+    @rule(how=st.sampled_from(["state", "files"]))
+    def load(self, how: str) -> None:
         """Load the state of each buffer into itself."""
-        self.call_both(lambda buffer: buffer.load_state_dict(copy.deepcopy(buffer.state_dict())))
-        self.sample()
-        self.add()  # a FrameStorage continues where its writer did, before it is written to in any other way
+
+        def load(buffer: Any) -> None:
+            """Load the state of one buffer."""
+            if how == "state":
+                buffer.load_state_dict(copy.deepcopy(buffer.state_dict()))
+                return
+            with tempfile.TemporaryDirectory() as folder:
+                buffer.dumps(folder)
+                buffer.loads(folder)
+
+        self.call_both(load)
 
     @rule()
     def replace_by_copy(self) -> None:
@@ -251,21 +260,6 @@ def test_max_bytes_returns_the_samples_of_torchrl() -> None:
             buffer.extend(rows.clone())
         assert_same_samples(*buffers, seed=seed)
     assert len(buffers[0]) < 25 * 30, "max_bytes has dropped elements"
-
-
-@pytest.mark.parametrize("storage", [LazyTensorStorage, FrameStorage])
-def test_loaded_elements_are_seen(storage: Any, tmp_path: Path) -> None:
-    steps, saved = Steps(1), ReplayBuffer(storage=storage(50))
-    saved.extend(steps.collect(20))
-    saved.dumps(tmp_path)
-    buffers = make_pair(lambda: storage(50), 8, slice_len=2, strict_length=False)
-    data = steps.collect(20)
-    for buffer in buffers:
-        buffer.extend(data.clone())
-    assert_same_samples(*buffers, seed=0)
-    for buffer in buffers:
-        buffer.loads(tmp_path)
-    assert_same_samples(*buffers, seed=0)
 
 
 def test_writes_of_another_buffer_are_seen() -> None:

@@ -103,13 +103,9 @@ class FrameColumn:
         """Number of images per element of the first dimension."""
         return math.prod(self.batch[1:])
 
-    def rows_of(self, places: Any) -> npt.NDArray[np.int64]:
-        """Return the numbers of all images of elements.
-
-        :param places: Place or places of the elements along the first dimension.
-        """
-        starts = np.atleast_1d(np.asarray(places, dtype=np.int64))[:, None] * self.per_row
-        return (starts + np.arange(self.per_row)).reshape(-1)
+    def rows_of(self, place: int) -> npt.NDArray[np.int64]:
+        """Return the numbers of all images of an element of the first dimension."""
+        return place * self.per_row + np.arange(self.per_row)
 
     def detect(self, data: Any) -> None:
         """Choose the layout for the first elements, before they are put."""

@@ -27,7 +27,6 @@ class Episode:
     :ivar rewards: Rewards, shape ``(n_steps,)``
     :ivar terminations: Whether each step reached a terminal state, bool of shape ``(n_steps,)``
     :ivar truncations: Whether the episode was cut after each step, bool of shape ``(n_steps,)``
-    :ivar infos: Arrays by key, or nested dicts of them, with one row per observation; empty if not recorded
 
     >>> import numpy as np
     >>> from rl_ext_core.datasets import Episode
@@ -41,7 +40,6 @@ class Episode:
     rewards: npt.NDArray[Any]
     terminations: npt.NDArray[np.bool_]
     truncations: npt.NDArray[np.bool_]
-    infos: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.rewards)

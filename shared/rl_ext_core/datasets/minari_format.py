@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.datasets.episodes import Dataset, Episode, check_space, map_values
+from rl_ext_core.datasets.episodes import Dataset, Episode, check_space
 from rl_ext_core.errors import (
     CorruptFileError,
     InvalidArgumentError,
@@ -28,7 +28,6 @@ _METADATA, _DATA = "metadata.json", "data"
 _FORMATS = ("hdf5", "arrow", "parquet")
 # Minari reads one record batch per episode of an Arrow dataset, and ignores further ones.
 _MAX_ARROW_STEPS = 32_767
-_PARTS = ("observations", "actions", "rewards", "terminations", "truncations")
 
 
 def is_id(source: str | os.PathLike[str]) -> bool:
@@ -52,9 +51,7 @@ class MinariReader(Dataset):
         with _as_our_errors(f"{self.name}: episode {number}"):
             found = self._dataset[number]
         terminations, truncations = (np.asarray(flags, bool) for flags in (found.terminations, found.truncations))
-        return Episode(
-            found.observations, found.actions, np.asarray(found.rewards), terminations, truncations, found.infos or {}
-        )
+        return Episode(found.observations, found.actions, np.asarray(found.rewards), terminations, truncations)
 
 
 def open_minari(source: Any) -> MinariReader:
@@ -140,8 +137,7 @@ def write_dataset(
                     f"from data_format={data_format!r}. Use data_format='hdf5'"
                 )
             _check_actions(episode.actions, action_space)
-            parts = {name: getattr(episode, name) for name in _PARTS}
-            yield EpisodeBuffer(**parts, infos=map_values(_as_lists, episode.infos or {}))
+            yield EpisodeBuffer(**vars(episode), infos={})
 
     with _temporary_folder(folder) as temporary:
         data = temporary / _DATA if is_id(target) else temporary
@@ -259,8 +255,3 @@ def _temporary_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _as_lists(values: Any) -> Any:
-    """Convert one-dimensional arrays to lists. Minari cannot read such infos from Arrow files."""
-    return list(values) if np.ndim(values) == 1 else values

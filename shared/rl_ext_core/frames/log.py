@@ -49,7 +49,7 @@ from rl_ext_core.frames.log_write import (
 from rl_ext_core.frames.memory import address_of, out_of_memory_error, round_to_pages
 from rl_ext_core.frames.shared_memory import MemoryFile, count_bytes
 
-CHAIN = 14  # entries per chain
+CHAIN = 14  # entries per chain, up to 31; longer chains take less memory, and are slower to read
 _LEAST_WORDS = 1 << 12
 _LEAST_RESTARTS = 6  # size of a segment, in first records
 _MOST_WORDS = 1 << 22
@@ -117,7 +117,6 @@ class FrameLog:
     :param columns: Kinds of frames.
     :param row_bytes: Size of the caller's data per row.
     :param folder: Existing folder for the segments, or None for memory.
-    :param chain: Entries per chain, up to 31. Longer chains take less memory, and are slower to read.
     :param rows: Array to use as :attr:`rows`, or None for a new one of zeros.
     :param n_streams: Number of streams, if it is not that of the environments, see :func:`log_move.find_stream`.
     :ivar keeps_dead: Whether segments without live rows are kept, so that :meth:`roll_back` can restore them.
@@ -138,7 +137,6 @@ class FrameLog:
         *,
         row_bytes: int = 0,
         folder: Path | None = None,
-        chain: int = CHAIN,
         rows: Array | None = None,
         n_streams: int | None = None,
     ) -> None:
@@ -162,7 +160,7 @@ class FrameLog:
         state[[fields.ROW_BYTES, fields.FRAMED, fields.ROW_INPUT]] = row_bytes, folder is not None, -1
         state[[fields.PAIRS, fields.ROWS]] = address_of(self.pairs), address_of(self.rows)
         for number, column in enumerate(columns):
-            self._add_column(N_LOG + N_COLUMN * number, column, chain)
+            self._add_column(N_LOG + N_COLUMN * number, column)
         self.record_words = self._count_record_words()
         self.most_words = max(_MOST_WORDS, 2 * self.record_words)
         most = self.most_words + self.record_words + 2 * SEGMENT_HEADER
@@ -177,7 +175,7 @@ class FrameLog:
         self.state[c + field] = address_of(array)
         return array
 
-    def _add_column(self, c: int, column: Column, chain: int) -> None:
+    def _add_column(self, c: int, column: Column) -> None:
         """Initialize the state of a column, which begins at index ``c``."""
         layout, n = column.layout, self.n_streams
         n_bytes = layout.frame_bytes
@@ -187,7 +185,7 @@ class FrameLog:
             *(layout.n_stack, n_bytes, padded, layout.pixels, layout.frame_channels),
             *(layout.dtype.itemsize, order),
         )
-        self.state[c + fields.CHAIN] = chain * column.patches
+        self.state[c + fields.CHAIN] = CHAIN * column.patches
         # Patches of large frames take long to apply, but little memory compared with the frames.
         self.state[c + fields.BUDGET] = n_bytes // 3 if padded > LARGE_FRAME else n_bytes
         self.state[c + fields.ENTRY_WORDS], self.state[c + fields.SHARED_KEY] = padded // 4 + 4, -1

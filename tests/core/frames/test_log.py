@@ -178,46 +178,20 @@ def test_large_frames_store_changes_of_any_size_and_distance() -> None:
 # Folders
 
 
-def test_reopened_store_continues_and_drops(tmp_path: Path) -> None:
-    newest, size = -1, 0
-    for _ in range(6):
-        store = open_numbered(tmp_path / "a")
-        assert (store.recovered or (0,))[0] == size
-        assert check_numbered(store) == newest
-        for number in range(newest + 1, newest + 70):
-            add(store, number)
-        store.drop_newest(7)
-        newest, size = check_numbered(store), store.size
-        with pytest.raises(StorageError, match="is in use by this process"):
-            open_numbered(tmp_path / "a")
-        store.close()
-        with pytest.raises(StorageError, match="was closed"):
-            add(store, 0)
-        with pytest.raises(InvalidArgumentError, match="rows of an earlier buffer, expected an empty"):
-            FrameStore(100, 2, SMALL, row_dtype=ROW, storage_dir=tmp_path / "a")
+def test_open_and_closed_folders_are_refused(tmp_path: Path) -> None:
+    store = open_numbered(tmp_path / "a")
+    add(store, 0)
+    with pytest.raises(StorageError, match="is in use by this process"):
+        open_numbered(tmp_path / "a")
+    store.close()
+    with pytest.raises(StorageError, match="was closed"):
+        add(store, 0)
+    with pytest.raises(InvalidArgumentError, match="rows of an earlier buffer, expected an empty"):
+        FrameStore(100, 2, SMALL, row_dtype=ROW, storage_dir=tmp_path / "a")
     with pytest.raises(InvalidArgumentError, match="was created with capacity=100, not with capacity=99"):
         open_numbered(tmp_path / "a", 99)
-    store = open_numbered(tmp_path / "a")
-    store.drop_newest(3)
-    store.clear()
-    store.close()
-    store = open_numbered(tmp_path / "a")
-    assert (store.size, store.position, store.full) == (0, 0, False)
-    store.close()
-
-
-def test_data_of_the_newest_row_can_be_replaced(tmp_path: Path) -> None:
-    for folder in (None, tmp_path / "a"):
-        store = FrameStore(100, 2, SMALL, row_dtype=ROW, storage_dir=folder)
-        for number in range(120):
-            store.append(*transition(number), row_data(number if number < 119 else 0))
-        store.rows[(store.position - 1) % 100] = row_data(119)[0]
-        store.write_newest_data()
-        if folder is not None:
-            store.close()
-            store = FrameStore(100, 2, SMALL, row_dtype=ROW, storage_dir=folder, resume=True)
-        assert check_numbered(store) == 119
-        store.close()
+    with pytest.raises(InvalidArgumentError, match=r"was created with observations=.*Pass the same options"):
+        FrameStore(100, 2, {"image": SMALL}, row_dtype=ROW, storage_dir=tmp_path / "a", resume=True)
 
 
 def test_fork_does_not_write_to_the_folder(tmp_path: Path) -> None:
@@ -248,8 +222,9 @@ def _add_forever(folder: Path, first: int, done: Any) -> None:
         done.value = number
 
 
-def count_kills(n: int, folder: Path) -> None:
-    """Kill a process that adds transitions, ``n`` times, and check what it leaves."""
+@pytest.mark.parametrize("n", [6, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_lose_at_most_the_running_push(n: int, tmp_path: Path) -> None:
+    folder = tmp_path / "a"
     context, rng, newest = multiprocessing.get_context("fork"), random.Random(0), -1
     done = context.Value("q", -1, lock=False)
     for k in range(n):
@@ -268,15 +243,6 @@ def count_kills(n: int, folder: Path) -> None:
         assert done.value <= newest <= done.value + 1
         assert store.size == min(newest + 1, 150)
         store.close()
-
-
-def test_kills_lose_at_most_the_running_push(tmp_path: Path) -> None:
-    count_kills(6, tmp_path / "a")
-
-
-@pytest.mark.slow
-def test_many_kills_lose_at_most_the_running_push(tmp_path: Path) -> None:
-    count_kills(200, tmp_path / "a")
 
 
 @settings(max_examples=120 if "CI" in os.environ else 40, deadline=None)

@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import os
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,43 +23,9 @@ from tests.core.frames.disk_helpers import (
     max_abs_error,
     read_all,
 )
-from tests.core.frames.transitions import LAYOUTS as TEST_LAYOUTS
-from tests.core.frames.transitions import ReferenceStore, make_transitions
+from tests.core.frames.transitions import ReferenceStore
 
-IMAGES = [layout for layout in TEST_LAYOUTS if layout.dtype == np.uint8]
 RGB = StackLayout((9, 20, 100), np.dtype(np.uint8), 3, 0)
-RGB_LAST = StackLayout((20, 100, 9), np.dtype(np.uint8), 3, 2)
-
-
-episodes_drawn = st.fixed_dictionaries(
-    {
-        "n_steps": st.integers(1, 25),
-        "contents": st.sampled_from(["noise", "sparse", "mixed", "constant", "drift"]),
-        "odd": st.sampled_from([0.0, 0.2]),
-        "transposed": st.sampled_from([0.0, 0.5]),
-        "seed": st.integers(0, 3),
-    }
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=30)
-@given(
-    layout=st.sampled_from([*IMAGES, RGB, RGB_LAST]),
-    bound=st.sampled_from([1, 2, 3, 4, 7, 16, 40, 100, 127]),
-    episodes=st.lists(episodes_drawn, min_size=1, max_size=3),
-)
-def test_each_pixel_is_within_max_error(layout: StackLayout, bound: int, episodes: list[dict[str, Any]]) -> None:
-    plain = ReferenceStore(20, 2, layout)
-    store = make_store(20, 2, layout, max_error=bound)
-    for episode in episodes:
-        if episode["contents"] == "drift":
-            steps = drifting_transitions(layout, episode["n_steps"], seed=episode["seed"])
-        else:
-            steps = make_transitions(layout, **episode)
-        append_all((plain, store), steps)
-        assert max_abs_error(store, plain) <= bound
-    assert max_abs_error(pickle.loads(pickle.dumps(store)), plain) <= bound
 
 
 def make_adaptive(plain: ReferenceStore, **options: Any) -> FrameStore:
@@ -145,24 +110,6 @@ def test_invalid_lossy_options_are_rejected(options: dict[str, Any], error: Any,
     shape, dtype, n_stack = (described.pop(name) for name in ("shape", "dtype", "n_stack"))
     with pytest.raises(error, match=f"(?s){text}"):
         adaptive_store(10, 1, shape, dtype, n_stack=n_stack, **described)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"max_error": 4}, {"codec": "jpeg"}], ids=str)
-def test_reopened_lossy_folder_returns_equal_frames(tmp_path: Path, options: dict[str, Any]) -> None:
-    plain = ReferenceStore(200, 2, RGB)
-    store = make_adaptive(plain, storage_dir=tmp_path / "there", resume=True, **options)
-    append_all((plain, store), drifting_transitions(RGB, 250))
-    made, true = read_all(store, plain)
-    if "max_error" in options:
-        assert 0 < np.abs(made - true).max() <= 4
-    store.close()
-    again = make_adaptive(plain, storage_dir=tmp_path / "there", resume=True, **options)
-    assert again.lossy
-    np.testing.assert_array_equal(read_all(again, plain)[0], made)
-    again.close()
-    with pytest.raises(InvalidArgumentError):
-        make_adaptive(plain, storage_dir=tmp_path / "there", resume=True)
 
 
 JPEGS = [

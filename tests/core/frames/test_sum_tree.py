@@ -16,7 +16,8 @@ weights = st.one_of(st.just(0.0), st.floats(1e-6, 1e6))
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), initial=st.lists(weights, min_size=1, max_size=300))
 def test_sum_tree_matches_numpy(data: st.DataObject, initial: list[float]) -> None:
-    tree, model = SumTree(np.array(initial)), np.array(initial)
+    model = np.tile(np.array(initial), data.draw(st.sampled_from([1, 1, 40])))
+    tree = SumTree(model)
     for _ in range(data.draw(st.integers(0, 4))):
         items = np.array(data.draw(st.lists(st.integers(0, len(model) - 1), max_size=20)), dtype=np.int64)
         values = np.array(data.draw(st.lists(weights, min_size=len(items), max_size=len(items))))
@@ -24,7 +25,7 @@ def test_sum_tree_matches_numpy(data: st.DataObject, initial: list[float]) -> No
         model[items] = values
     assert np.array_equal(tree.weights, model)
     assert tree.total == pytest.approx(model.sum(), rel=1e-12)
-    positions = np.append(np.linspace(0, 1, 50, endpoint=False), 1.0) * tree.total
+    positions = np.append(np.linspace(0, 1, 5000, endpoint=False), 1.0) * tree.total
     found = tree.find(positions)
     if model.any():
         assert (model[found] > 0).all()
@@ -33,16 +34,6 @@ def test_sum_tree_matches_numpy(data: st.DataObject, initial: list[float]) -> No
         assert (ends[found] - model[found] <= positions + slack).all()
         assert (ends[found] >= positions - slack).all()
         assert found[-1] == np.flatnonzero(model)[-1]
-
-
-def test_draws_are_in_proportion_to_the_weights() -> None:
-    weights = np.random.default_rng(0).exponential(size=5000) * (np.arange(5000) % 3 > 0)
-    tree = SumTree(weights)
-    n = 400_000
-    positions = (np.arange(n) + np.random.default_rng(1).random(n)) * (tree.total / n)
-    counts = np.bincount(tree.find(positions), minlength=5000)
-    # One draw from each of n equal parts: a count differs from its expectation by less than 2.
-    assert np.abs(counts - n * weights / weights.sum()).max() < 2
 
 
 @pytest.mark.parametrize("value", [-1.0, np.nan, np.inf])
