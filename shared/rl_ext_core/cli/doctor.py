@@ -83,29 +83,48 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.verify and arguments.render == "none":
         raise InvalidArgumentError('--verify with --render "none" has nothing to test. Use --render "same"')
     console = new_console()
-    if arguments.pid is not None:
-        return _report_process(arguments, console)
-    report = _create_report(arguments, console)
+    report = _create_report(arguments, console) if arguments.pid is None else _create_process_report(arguments)
     if arguments.json:
         sys.stdout.write(f"{report.to_json()}\n")
     else:
         print_report(report, console)
-    return 0 if report.healthy else 1
+    return 0 if (report.healthy if report.process is None else report.process.mismatch is None) else 1
 
 
-def _report_process(arguments: argparse.Namespace, console: Console) -> int:
-    """Report on the process in ``--pid``; return 1 if it renders on a GPU on which it does not compute."""
+def _create_process_report(arguments: argparse.Namespace) -> DoctorReport:
+    """Create the report for the process in ``--pid``, with the variables with which it was started."""
     others = ("device", "render", "renderer", "verify")
     given = next((name for name in others if getattr(arguments, name)), None)
     if given is not None:
         raise InvalidArgumentError(f"--pid and --{given} cannot be combined. Use one of them")
-    inventory = Inventory.current()
-    report = examine_process(arguments.pid, inventory)
-    if arguments.json:
-        sys.stdout.write(f"{report.to_json()}\n")
-    else:
-        print_process(report, inventory, console)
-    return 1 if report.mismatch else 0
+    folder, inventory = Path("/proc", str(arguments.pid)), Inventory.current()
+    try:
+        entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        command = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
+        program = os.readlink(folder / "exe")
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"--pid {arguments.pid} cannot be read: {error.strerror}. Use the ID of a running process of this user, "
+            "which nvidia-smi lists"
+        ) from error
+    environ = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    if re.match(r"python[\d.]*$", os.path.basename(program)):
+        # A virtual environment's interpreter is a link, which only the command line names.
+        named = shutil.which(command.split(" ")[0], path=environ.get("PATH"))
+        versions = query_versions(named if named and os.path.realpath(named) == program else program)
+        inventory = inventory if versions is None else dataclasses.replace(inventory, versions=versions)
+    uses = list_gpu_uses({arguments.pid, *_find_children(arguments.pid)})
+    return dataclasses.replace(examine(inventory, environ), process=ProcessUses(arguments.pid, command, uses))
+
+
+def _find_children(pid: int) -> set[int]:
+    """Return the IDs of the children of a process, and of their children."""
+    found: set[int] = set()
+    for path in Path("/proc", str(pid), "task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            children = {int(word) for word in path.read_text().split()}
+            found |= children.union(*map(_find_children, children))
+    return found
 
 
 def _create_report(arguments: argparse.Namespace, console: Console) -> DoctorReport:
@@ -134,10 +153,33 @@ def _create_report(arguments: argparse.Namespace, console: Console) -> DoctorRep
 
 
 @dataclass(frozen=True)
+class ProcessUses:
+    """GPUs that a running process uses.
+
+    :param uses: GPUs on which NVML lists the process and its children; None if they are unknown
+    """
+
+    pid: int
+    command: str
+    uses: tuple[GpuUse, ...] | None
+
+    @property
+    def mismatch(self) -> str | None:
+        """Sentence that names the GPUs that render without computing; None if there is none."""
+        computing, rendering = (
+            {use.uuid for use in self.uses or () if use.kind == kind} for kind in ("compute", "graphics")
+        )
+        elsewhere = sorted(rendering - computing)
+        if not computing or not elsewhere:
+            return None
+        return f"it renders on {', '.join(elsewhere)}, but computes on {', '.join(sorted(computing))}"
+
+
+@dataclass(frozen=True)
 class DoctorReport:
     """Report of ``rl-ext doctor`` on a machine.
 
-    :param environ: the environment variables that select devices
+    :param environ: the environment variables that select devices, of a process those with which it was started
     :param question: arguments of ``resolve`` for the decision to explain
     :param decision: the decision; None if :func:`rl_ext_core.devices.resolve` raises the error ``refusal``
     :param renderers: where each installed renderer renders with these variables
@@ -151,6 +193,7 @@ class DoctorReport:
     renderers: tuple[Prediction, ...]
     findings: tuple[Finding, ...]
     verified: tuple[Verification, ...] = ()
+    process: ProcessUses | None = None
 
     @property
     def healthy(self) -> bool:
@@ -206,85 +249,13 @@ def _is_reported(name: str) -> bool:
     return _REPORTED_NAMES.fullmatch(name) is not None and _PRIVATE_WORDS.search(name) is None
 
 
-# Running processes
-
-
-@dataclass(frozen=True)
-class ProcessReport:
-    """Report on a running process and its children.
-
-    :param environ: the environment variables that select devices, as they were when the process started
-    :param uses: GPUs on which NVML lists the process and its children; None if they are unknown
-    :param renderers: where each renderer of its interpreter renders with these variables
-    """
-
-    pid: int
-    command: str
-    environ: Mapping[str, str]
-    uses: tuple[GpuUse, ...] | None
-    renderers: tuple[Prediction, ...]
-
-    @property
-    def mismatch(self) -> str | None:
-        """Sentence that names the GPUs that render without computing; None if there is none."""
-        computing, rendering = (
-            {use.uuid for use in self.uses or () if use.kind == kind} for kind in ("compute", "graphics")
-        )
-        elsewhere = sorted(rendering - computing)
-        if not computing or not elsewhere:
-            return None
-        return f"it renders on {', '.join(elsewhere)}, but computes on {', '.join(sorted(computing))}"
-
-    def to_json(self) -> str:
-        """Return the report as JSON text."""
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
-
-
-def examine_process(pid: int, inventory: Inventory) -> ProcessReport:
-    """Examine a running process, from NVML and from the variables with which it was started.
-
-    :raises InvalidArgumentError: If there is no such process, or another user owns it.
-    """
-    folder = Path("/proc", str(pid))
-    try:
-        entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-        command = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
-        program = os.readlink(folder / "exe")
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"--pid {pid} cannot be read: {error.strerror}. Use the ID of a running process of this user, which "
-            "nvidia-smi lists"
-        ) from error
-    given = dict(entry.split("=", 1) for entry in entries if "=" in entry)
-    environ = {name: given[name] for name in sorted(given) if _is_reported(name)}
-    python = program if re.match(r"python[\d.]*$", os.path.basename(program)) else None
-    # A virtual environment's interpreter is a link, which only the command line names.
-    named = shutil.which(command.split(" ")[0], path=given.get("PATH"))
-    python = named if python and named and os.path.realpath(named) == program else python
-    versions = None if python is None else query_versions(python)
-    machine = inventory if versions is None else dataclasses.replace(inventory, versions=versions)
-    situation = Situation(machine, environ, environ)
-    predictions = tuple(predict(row, situation) for row in situation.renderers)
-    return ProcessReport(pid, command, environ, list_gpu_uses({pid, *_find_children(pid)}), predictions)
-
-
-def _find_children(pid: int) -> set[int]:
-    """Return the IDs of the children of a process, and of their children."""
-    found: set[int] = set()
-    for path in Path("/proc", str(pid), "task").glob("*/children"):
-        try:
-            children = {int(word) for word in path.read_text().split()}
-        except OSError:
-            continue  # the thread has ended
-        found |= children.union(*map(_find_children, children))
-    return found
-
-
 # The report as text
 
 
 def print_report(report: DoctorReport, console: Console) -> None:
     """Print a report. Lines to copy are not wrapped, and no text is truncated."""
+    if report.process is not None:
+        _print_process(report.process, report, console)
     packages = {name: report.inventory.versions[name] for name in PACKAGES if name in report.inventory.versions}
     if "torch" in packages:
         cuda = report.inventory.versions.get("torch.cuda", "")
@@ -385,37 +356,27 @@ def _describe_place(found: Prediction, report: DoctorReport) -> str:
     return {"fails": "FAILS", "window": "the display"}.get(found.where, found.where)
 
 
-def print_process(report: ProcessReport, inventory: Inventory, console: Console) -> None:
-    """Print a report on a running process."""
-    _print_line(console, f"{report.pid}  {report.command}")
-    if report.uses is None:
-        why = inventory.nvml_error or "NVML lists processes by the host's IDs, which are unknown in a container"
+def _print_process(process: ProcessUses, report: DoctorReport, console: Console) -> None:
+    """Print the GPUs that a process uses, and its variables."""
+    _print_line(console, f"{process.pid}  {process.command}")
+    if process.uses is None:
+        why = report.inventory.nvml_error or "NVML lists processes by the host's IDs, which are unknown in a container"
         _print_line(console, f"GPUs: unknown ({why})")
-    elif not report.uses:
+    elif not process.uses:
         _print_line(console, "GPUs: NVML lists the process and its children on no GPU")
-    numbers = {gpu.uuid: str(gpu.index) for gpu in inventory.gpus}
+    numbers = {gpu.uuid: str(gpu.index) for gpu in report.inventory.gpus}
+    sizes = ["-" if use.memory is None else f"{use.memory / 2**20:.0f} MiB" for use in process.uses or ()]
     rows = [
-        (
-            str(use.pid),
-            use.kind,
-            numbers.get(use.uuid, "-"),
-            use.uuid,
-            "-" if use.memory is None else f"{use.memory / 2**20:.0f} MiB",
-        )
-        for use in report.uses or ()
+        (str(use.pid), use.kind, numbers.get(use.uuid, "-"), use.uuid, size)
+        for use, size in zip(process.uses or (), sizes, strict=True)
     ]
     _print_table(console, ("process", "use", "nvidia-smi", "UUID", "memory"), rows)
-    if report.mismatch:
-        _print_line(console, f"error: {report.mismatch}", _SEVERITY_STYLES["error"])
+    if process.mismatch:
+        _print_line(console, f"error: {process.mismatch}", _SEVERITY_STYLES["error"])
     _print_heading(console, "variables when the process started")
     for name, value in report.environ.items():
         _print_line(console, f"{name}={value}")
-    _print_heading(console, "renderers with these variables")
-    _print_table(
-        console,
-        ("renderer", "because"),
-        [(found.renderer, f"{found.where}: {found.why}") for found in report.renderers],
-    )
+    console.print()
 
 
 def _print_heading(console: Console, text: str) -> None:

@@ -13,7 +13,6 @@ examples:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import re
@@ -35,7 +34,6 @@ from rl_ext_core.devices.verify import verify_decision
 from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, RlExtError
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
-_SHEBANG_BYTES = 1024
 # Programs that start the training processes. A variable that they inherit would be the same in all of them.
 _LAUNCHERS = (
     *("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "horovodrun"),
@@ -66,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     command = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     if not command and not arguments.dry_run:
         raise InvalidArgumentError("rl-ext run needs a program. Write `rl-ext run --gpu auto -- python train.py`")
-    python = find_interpreter(command) if command else sys.executable
+    python = _find_interpreter(command) if command else sys.executable
     inventory = Inventory.current(egl=arguments.render != "none")
     versions = None if python in (None, sys.executable) else query_versions(python)
     if versions is not None:
@@ -85,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise type(error)(_as_options(str(error))) from error
     _print_note(plan.summary)
     if versions is None and python != sys.executable:
-        _print_note(f"the versions are those of {sys.executable}, because the interpreter of {command[0]!r} is unknown")
+        _print_note(f"the versions are those of {sys.executable}, because {command[0]!r} is not a Python interpreter")
     for step in plan.decision.steps:
         if step.startswith("import check"):  # the reason why the mask looks strange
             _print_note(step)
@@ -99,30 +97,16 @@ def run(arguments: argparse.Namespace) -> int:
     _execute(command, plan.environment(os.environ))
 
 
-def find_interpreter(command: list[str]) -> str | None:
-    """Find the Python that will run a program: the program itself, or the interpreter in a script's first lines.
+def _find_interpreter(command: Sequence[str]) -> str | None:
+    """Return the Python that the command names; None if it names another program, such as a script.
 
-    :param command: the program and its arguments
-    :return: path of the interpreter, or None if the program is not run by Python, such as a shell script
     :raises InvalidArgumentError: If the program is not found.
     """
     path = shutil.which(command[0])
     if path is None:
         fix = f"Write `python {command[0]}`" if os.path.exists(command[0]) else "Write its path"
         raise InvalidArgumentError(f"the program {command[0]!r} is not found, or is not executable. {fix}")
-    if _PYTHON.fullmatch(os.path.basename(path)):
-        return path
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        lines = file.read(_SHEBANG_BYTES).decode(errors="replace").splitlines()
-        if lines and lines[0].startswith("#!"):
-            words = lines[0][2:].split()
-            if words and os.path.basename(words[0]) == "env":
-                words = [shutil.which(word) or word for word in words[1:] if not word.startswith("-")]
-            if words and os.path.basename(words[0]) == "sh" and len(lines) > 1:  # pip's form for long paths
-                words = [word for word in shlex.split(lines[1].replace("'''exec'", "")) if word.startswith("/")]
-            if words and _PYTHON.fullmatch(os.path.basename(words[0])):
-                return words[0]
-    return None
+    return path if _PYTHON.fullmatch(os.path.basename(path)) else None
 
 
 def _as_options(text: str) -> str:

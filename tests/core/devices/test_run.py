@@ -8,13 +8,12 @@ import subprocess
 import sys
 import types
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rl_ext_core.cli import main
-from rl_ext_core.cli.run import find_interpreter, plan_program
+from rl_ext_core.cli.run import plan_program
 from rl_ext_core.devices import Inventory
 from rl_ext_core.devices import verify as verify_module
 from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, RlExtError
@@ -91,25 +90,6 @@ def test_plan_refuses_contradictions(
 def test_plan_that_renders_needs_a_renderer() -> None:
     with pytest.raises(InvalidArgumentError, match="has none"):
         plan_program(PYTHON, NO_RENDERER, {}, render="same")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("#!/opt/venv/bin/python3.11\n", "/opt/venv/bin/python3.11"),
-        ("#!/usr/bin/env -S python3 -u\n", "python3"),
-        ("#!/bin/sh\n'''exec' '/a long/bin/python3' \"$0\" \"$@\"\n' '''\n", "/a long/bin/python3"),
-        ("#!/bin/bash\npython train.py\n", None),
-        ("\x7fELF\x00", None),
-    ],
-)
-def test_interpreter_of_a_script_is_found(text: str, expected: str | None, tmp_path: Path) -> None:
-    script = tmp_path / "program"
-    script.write_text(text)
-    script.chmod(0o755)
-    found = find_interpreter([str(script)])
-    assert found == expected or (expected == "python3" and os.path.basename(str(found)) == "python3")
-    assert find_interpreter([sys.executable, "x.py"]) == sys.executable
 
 
 SHOW = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k[:5] in ('CUDA_', 'MUJOC')}))"
