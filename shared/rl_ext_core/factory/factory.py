@@ -48,26 +48,6 @@ _RENDERERS = {"robosuite": "robosuite", "dm_control": "dm_control", "gymnasium.e
 _Env = TypeVar("_Env")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Worker:
-    """Settings of one worker.
-
-    :ivar index: Position of the worker in its group, from 0.
-    :ivar entropy: Seed of the group. None draws entropy from the operating system in each process that builds.
-    :ivar overrides: Arguments or attributes that differ in this worker.
-    :ivar decision: Device decision of the worker.
-    :ivar creator_process: Process that created the factories. Its own random generators are never reseeded.
-    :ivar attempt: How often the worker was started before.
-    """
-
-    index: int
-    entropy: int | None
-    overrides: Mapping[str, Any]
-    decision: Decision | None
-    creator_process: uuid.UUID
-    attempt: int = 0
-
-
 class EnvFactory(Generic[_Env]):
     """Picklable function without arguments that builds an environment.
 
@@ -77,10 +57,16 @@ class EnvFactory(Generic[_Env]):
     ``AsyncVectorEnv``, TorchRL's collectors. Reset a copy of an instance before its first step. Its random generators
     are reseeded, so each copy draws differently.
 
+    :ivar origin: How environments are built. ``"callable"``, ``"class"``, ``"id"`` or ``"spec"`` (gymnasium's
+        specification) name the source. Copies of an instance have ``"spec"`` or ``"constructor"`` (constructed again),
+        or ``"pickle"``.
     :ivar instance: Environment that the factory was created from. None in other processes, and if the source was not an
         instance.
     :ivar preload: Names of modules that a fork server may import for all workers.
     :ivar examination: Measurements of a copy. None if no copy was built.
+    :ivar worker: Index of the worker that the factory is for. None if it is for any worker.
+    :ivar decision: Device decision of the worker. None if devices were not assigned.
+    :ivar overrides: Arguments or attributes that differ in the worker's environment, by name.
 
     >>> import gymnasium
     >>> from rl_ext_core.factory import as_factory
@@ -99,41 +85,17 @@ class EnvFactory(Generic[_Env]):
         preload: Sequence[str] = (),
         examination: Examination | None = None,
     ) -> None:
-        self._recipe = recipe
+        self._recipe, self.origin = recipe, recipe.origin
         self._adapters: tuple[Callable[[Any], Any], ...] = ()
-        self._worker: _Worker | None = None
         self.instance = instance
         self.preload = record.merge_modules(preload)
         self.examination = examination
-
-    @property
-    def origin(self) -> str:
-        """How environments are built.
-
-        :return: ``"callable"``, ``"class"``, ``"id"`` or ``"spec"`` (gymnasium's specification) name the source. Copies
-            of an instance have ``"spec"`` or ``"constructor"`` (constructed again), or ``"pickle"``.
-        """
-        return self._recipe.origin
-
-    @property
-    def worker(self) -> int | None:
-        """Index of the worker that the factory is for, or None if it is for any worker."""
-        return None if self._worker is None else self._worker.index
-
-    @property
-    def decision(self) -> Decision | None:
-        """Device decision of the worker, or None if devices were not assigned."""
-        return None if self._worker is None else self._worker.decision
-
-    @property
-    def overrides(self) -> Mapping[str, Any]:
-        """Arguments or attributes that differ in the worker's environment, by name."""
-        return {} if self._worker is None else self._worker.overrides
-
-    @property
-    def is_adapted(self) -> bool:
-        """Whether :meth:`then` added a function that wraps the environments."""
-        return bool(self._adapters)
+        self.worker: int | None = None
+        self.decision: Decision | None = None
+        self.overrides: Mapping[str, Any] = {}
+        self._entropy: int | None = None  # seed of the group; None for entropy of each process that builds
+        self._attempt = 0  # how often the worker was started before
+        self._creator: uuid.UUID | None = None  # process whose own random generators are never reseeded
 
     def to_source(self) -> str:
         """Return the source code of a function that builds the same environment.
@@ -192,8 +154,6 @@ class EnvFactory(Generic[_Env]):
         """
         _check_workers(num_workers, seed, overrides, devices)
         # A factory of a worker keeps the settings that this call does not replace.
-        before = None if self._worker is None else self._worker.entropy
-        entropy = before if seed is None else int(seed)
         factories = []
         for index, decision in enumerate(_decide_for_workers(devices, num_workers, self.instance)):
             factory = self._copy()
@@ -202,7 +162,9 @@ class EnvFactory(Generic[_Env]):
             self._recipe.check(own, self.instance)
             if decision is not None and "device" in self._recipe.parameters:
                 own.setdefault("device", decision.device)
-            factory._worker = _Worker(index, entropy, own, decision, process_identity())
+            factory.worker, factory.overrides, factory.decision = index, own, decision
+            factory._entropy, factory._attempt = self._entropy if seed is None else int(seed), 0
+            factory._creator = process_identity()
             factories.append(factory)
         return factories
 
@@ -212,8 +174,7 @@ class EnvFactory(Generic[_Env]):
         :param attempt: How often the worker was started before.
         """
         other = self._copy()
-        if self._worker is not None:
-            other._worker = dataclasses.replace(self._worker, attempt=attempt)
+        other._attempt = attempt
         return other
 
     def __call__(self, **overrides: Any) -> _Env:
@@ -225,17 +186,16 @@ class EnvFactory(Generic[_Env]):
         :raises DeviceConflictError: If a library in this process already uses another device than the worker's
             decision.
         """
-        worker, recipe = self._worker, self._recipe
-        if worker is not None:
-            if worker.decision is not None:
-                apply_in_worker(worker.decision, is_creator=worker.creator_process == process_identity())
-            overrides = {**worker.overrides, **overrides}
-            stream = streams.seed_sequence(worker.entropy, worker.index, worker.attempt)
+        recipe, overrides = self._recipe, {**self.overrides, **overrides}
+        is_elsewhere, seeded = self.worker is not None and self._creator != process_identity(), set[int]()
+        if self.decision is not None:
+            apply_in_worker(self.decision, is_creator=not is_elsewhere)
+        if self.worker is not None:
+            stream = streams.seed_sequence(self._entropy, self.worker, self._attempt)
         elif not recipe.takes_arguments:
             stream = np.random.SeedSequence()
         else:
             return self._adapt(recipe.build(overrides))
-        is_elsewhere, seeded = worker is not None and worker.creator_process != process_identity(), set[int]()
         if is_elsewhere:
             # Seed before building, so that seeds set by the environment's own code win.
             streams.seed_process(stream)
@@ -267,7 +227,7 @@ class EnvFactory(Generic[_Env]):
         return _unpickle_factory, (_pickle.dumps({**self.__dict__, "instance": None}),)
 
     def __repr__(self) -> str:
-        worker = "" if self._worker is None else f", worker={self._worker.index}"
+        worker = "" if self.worker is None else f", worker={self.worker}"
         return f"EnvFactory({self._recipe.source!r}, origin={self.origin!r}{worker})"
 
 
@@ -402,7 +362,7 @@ def convert(
             f"{source!r} builds no environment: expected an environment, a function or class that builds one, or an "
             "id. Use as_factory(lambda: MyEnv())"
         )
-    return factory if adapt is None or factory.is_adapted else factory.then(adapt, preload=preload)
+    return factory if adapt is None or factory._adapters else factory.then(adapt, preload=preload)
 
 
 def examine_factory(

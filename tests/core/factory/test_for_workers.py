@@ -59,8 +59,7 @@ def test_second_call_of_for_workers_keeps_settings_that_it_does_not_replace() ->
     [_, again] = second.for_workers(2)
     assert again.overrides == {"gain": 5.0}
     assert again().gain == 5.0
-    assert again._worker is not None
-    assert again._worker.entropy == 3
+    assert again._entropy == 3
     [other] = second.for_workers(1, overrides=[{"length": 7}])
     assert other.overrides == {"gain": 5.0, "length": 7}
 
