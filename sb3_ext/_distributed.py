@@ -13,8 +13,8 @@ import io
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
@@ -75,6 +75,31 @@ class _SharedThreshold:
         return self._mean(float(value)) > self._limit
 
 
+class _Episodes(deque[Any]):
+    """Window of the newest episodes of all ranks, for logs.
+
+    :param shared: episodes at the last exchange
+    :ivar new: newest episodes of this rank since then
+    """
+
+    def __init__(self, shared: Iterable[Any], maxlen: int) -> None:
+        super().__init__(shared, maxlen)
+        self.shared, self.new = deque(self, maxlen), deque[Any](maxlen=maxlen)
+
+    def append(self, item: Any) -> None:
+        """Add an episode of this rank."""
+        super().append(item)
+        self.new.append(item)
+
+    def extend(self, items: Iterable[Any]) -> None:
+        """Add episodes of this rank."""
+        for item in items:
+            self.append(item)
+
+    def __reduce__(self) -> Any:
+        return deque, (list(self), self.maxlen)  # SB3 loads files without this class
+
+
 class DataParallel:
     """Mixin of an algorithm. It changes nothing unless the process group has several ranks."""
 
@@ -95,8 +120,6 @@ class DataParallel:
     _rollouts = 0  # number of exchanges, by which a missing rank is found
     _counts = (0, 0)  # num_timesteps and _episode_num after the last exchange
     _moments: list[Any]  # mean, variance and count of each normalization after the last exchange
-    _episodes: tuple[Any, Any]  # infos and successes of episodes since the last exchange
-    _shared_episodes: tuple[Any, Any]
 
     def _setup_model(self: Any) -> None:
         """Join the process group, choose the device of this rank, and average gradients before each optimizer step."""
@@ -236,36 +259,6 @@ class DataParallel:
 
     # -- rollouts
 
-    @contextmanager
-    def _recorded_episodes(self) -> Iterator[None]:
-        """Record the episodes that are added to the buffers for logs."""
-        buffers = self.ep_info_buffer, self.ep_success_buffer
-        new: Any = tuple(deque(maxlen=self._stats_window_size) for _ in buffers)
-        self.ep_info_buffer, self.ep_success_buffer = new
-        try:
-            yield
-        finally:
-            for buffer, unshared, part in zip(buffers, self._episodes, new, strict=True):
-                buffer.extend(part)
-                unshared.extend(part)
-            self.ep_info_buffer, self.ep_success_buffer = buffers
-
-    def _update_info_buffer(self: Any, infos: Any, dones: Any = None) -> None:
-        """Store the episode statistics of a step."""
-        if self._world == 1 or infos.returns is not None:
-            super()._update_info_buffer(infos, dones)  # type: ignore[misc]
-            return
-        with self._recorded_episodes():
-            super()._update_info_buffer(infos, dones)  # type: ignore[misc]
-
-    def _read_episodes(self: Any) -> None:
-        """Copy episode statistics from the device to the buffers for logs."""
-        if self._world == 1 or not self._unread:
-            super()._read_episodes()  # type: ignore[misc]
-            return
-        with self._recorded_episodes():
-            super()._read_episodes()  # type: ignore[misc]
-
     def _normalizations(self) -> list[TensorRunningMeanStd]:
         """Return the statistics of all ``TensorVecNormalize`` around the environment."""
         env: Any = self.env
@@ -283,25 +276,23 @@ class DataParallel:
             return super()._end_rollout(goes_on)  # type: ignore[misc,no-any-return]
         self._read_episodes()
         self._report_rollout()
+        windows = self.ep_info_buffer, self.ep_success_buffer
         steps = (self.num_timesteps - self._counts[0]) // self._world
-        own = [steps, self._episode_num - self._counts[1], goes_on, [*map(list, self._episodes)]]
+        own = [steps, self._episode_num - self._counts[1], goes_on, [list(window.new) for window in windows]]
         moments = [_new_moments(*pair) for pair in zip(self._normalizations(), self._moments, strict=True)]
         every = self._gather([*own, moments])
         steps, episodes, go_on, new, of_ranks = zip(*every, strict=True)
         self.num_timesteps, self._episode_num = self._counts[0] + sum(steps), self._counts[1] + sum(episodes)
-        for shared, parts in zip(self._shared_episodes, zip(*new, strict=True), strict=True):
+        for window, parts in zip(windows, zip(*new, strict=True), strict=True):
             # The window of logs ends with the newest episodes of each rank, in turns.
             turns = [*zip_longest(*(reversed(part) for part in parts), fillvalue=_MISSING)]
-            shared.extend(item for turn in reversed(turns) for item in turn if item is not _MISSING)
+            window.shared.extend(item for turn in reversed(turns) for item in turn if item is not _MISSING)
         columns = zip(self._normalizations(), self._moments, zip(*of_ranks, strict=True), strict=True)
         for statistics, before, parts in columns:
             statistics.mean, statistics.var, statistics.count = before
             for mean, var, count in parts:  # in the same order on each rank, so that all get the same bits
                 if count:
                     statistics.update_from_moments(mean.to(self.device), var.to(self.device), count)
-        self.ep_info_buffer, self.ep_success_buffer = (
-            deque(shared, maxlen=self._stats_window_size) for shared in self._shared_episodes
-        )
         self._begin_exchange()
         return all(go_on)
 
@@ -309,9 +300,10 @@ class DataParallel:
         """Remember what all ranks have in common."""
         self._counts = self.num_timesteps, self._episode_num
         self._moments = [(part.mean, part.var, part.count) for part in self._normalizations()]
-        maxlen = self._stats_window_size
-        self._episodes = deque(maxlen=maxlen), deque(maxlen=maxlen)
-        self._shared_episodes = deque(self.ep_info_buffer, maxlen), deque(self.ep_success_buffer, maxlen)
+        self.ep_info_buffer, self.ep_success_buffer = (
+            _Episodes(getattr(window, "shared", window), self._stats_window_size)
+            for window in (self.ep_info_buffer, self.ep_success_buffer)
+        )
 
     def _report_rollout(self) -> None:
         """Count the exchanges of this rank in the store, where other ranks find which one is missing."""
@@ -427,8 +419,6 @@ _PRIVATE = [
     "_rollouts",
     "_counts",
     "_moments",
-    "_episodes",
-    "_shared_episodes",
 ]
 
 
