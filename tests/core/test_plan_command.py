@@ -109,10 +109,9 @@ def test_sizes_are_measured_on_a_gymnasium_id(capsys: pytest.CaptureFixture[str]
     [
         ("plan --size 10", "pass --shape, for example --shape 100,100,9, or an environment with --env"),
         ("plan --size 10 --env Nope-v0", "gymnasium does not know the id 'Nope-v0'"),
-        ("plan --size 10 --env {module}:nothing", "Expected module:function"),
         ("plan --size 10 --env my_broken_module:make", "'my_broken_module' cannot be imported (ValueError: one two)"),
         ("plan --size 10 --env CartPole-v1 --dtype int8", "--dtype int8 cannot be used with --env"),
-        ("plan --size 10 --shape 9,9 --seed 3", "--seed needs --env"),
+        ("plan --size 10 --shape 9,9 --steps 300", "--steps needs --env"),
         ("plan --size 10 --shape 9,9 --dtype O", "dtype=object is not numeric"),
         ("plan --size 10 --env {module}:gives_a_class", "env() returned <class 'my_planned_env.Loud'>, expected"),
         ("plan --size 10 --shape 7,7 --env CartPole-v1", "neither observations of shape (7, 7) nor frames"),

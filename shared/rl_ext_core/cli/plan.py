@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=_parse_count, help="steps of the random policy (default: 600, fewer if frames are large)"
     )
-    parser.add_argument("--seed", type=_parse_seed, default=None, help="seed of policy and environment (default: 0)")
     parser.add_argument("--max-bytes", metavar="SIZE", help="budget: 4GB, 512MiB (default: free memory)")
     parser.add_argument("--json", action="store_true", help="write the plan as JSON")
 
@@ -61,12 +60,6 @@ def _parse_count(text: str) -> int:
     return int(number)
 
 
-def _parse_seed(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) < 2**32):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to 2**32 - 1")
-    return int(text)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Compute the memory of a replay buffer with each codec, and print it.
 
@@ -88,10 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             f"--dtype {arguments.dtype} cannot be used with --env, which has its own dtype; leave it out"
         )
-    if arguments.env is None and (
-        unused := [name for name in ("steps", "seed") if getattr(arguments, name) is not None]
-    ):
-        raise InvalidArgumentError(f"--{unused[0]} needs --env; pass an environment too, or leave it out")
+    if arguments.env is None and arguments.steps is not None:
+        raise InvalidArgumentError("--steps needs --env; pass an environment too, or leave it out")
     with _report_env_errors(arguments.env):
         source = None if arguments.env is None else load_source(arguments.env)
         found = plan(
@@ -102,7 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
             n_envs=arguments.envs,
             env=as_factory(source) if isinstance(source, str) else source,
             steps=arguments.steps,
-            seed=arguments.seed or 0,
             max_bytes=None if arguments.max_bytes is None else parse_bytes(arguments.max_bytes),
         )
     sys.stdout.write(f"{json.dumps(found.as_dict(), indent=2) if arguments.json else found}\n")
