@@ -101,9 +101,6 @@ fi
 # Kernels are compiled once, which takes a minute.
 tests "buffers: memory, folders, locks, checkpoints, processes that are killed" buffers.py
 tests "a DLL that allows one instance per process, and its crashes" dll.py
-if [[ -e $home/.torch ]]; then
-    tests "entries that need no worker" entries.py
-fi
 
 say "Wine 8 itself cannot: run NumPy after 2.1 (crealf of ucrtbase.dll)"
 say "Wine 8 itself lacks VCRUNTIME140_THREADS.dll, which torch calls; Microsoft's is used"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -258,6 +259,40 @@ def test_compressed_replay_buffer_equals_sb3() -> None:
         np.random.seed(0)
         seen.extend(buffer.sample(64))
     assert all((a == b).all() for a, b in zip(theirs, ours, strict=True) if a is not None)
+
+
+def test_frame_storage_in_a_folder_can_be_reopened() -> None:
+    try:
+        import torch
+        from tensordict import TensorDict
+        from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+        from torchrl_ext import FrameStorage
+    except (ImportError, OSError) as error:  # under Wine, torch may fail to load a DLL
+        print(f"not run: {error}")
+        return
+
+    def fill(storage: Any) -> Any:
+        """Fill a storage by a replay buffer, and return it."""
+        buffer = TensorDictReplayBuffer(storage=storage, batch_size=8)
+        for start in (0, 30):
+            pixels = np.stack([observations_at(number)[0] for number in range(start, start + 30)])
+            data = {"pixels": torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), "reward": torch.arange(30)}
+            buffer.extend(TensorDict(data, [30]))
+        return storage
+
+    every = torch.arange(50)
+    expected = fill(LazyTensorStorage(50)).get(every)
+    with temporary_folder() as path:
+        storage = fill(FrameStorage(50, storage_dir=path / "kept", resume=True))
+        expect_error(StorageError, "in use", lambda: FrameStorage(50, storage_dir=path / "kept", resume=True))
+        storage.close()
+        del storage  # its mappings keep the files in use on Windows
+        opened = FrameStorage(50, storage_dir=path / "kept", resume=True)
+        assert (opened.get(every) == expected).all()
+        opened.close()
+        del opened
+        gc.collect()  # TorchRL's buffers are in reference cycles
 
 
 def main(tests: dict[str, Any]) -> int:

@@ -1,13 +1,11 @@
 """Buffers and workers on imitations of Windows and macOS, which lack features of Linux.
 
 ``stand_in/sitecustomize.py`` hides these features in the tests' process and its children. The tests are the scripts
-``buffers.py``, ``entries.py`` and ``dll.py``. ``scripts/windows_under_wine.sh`` runs the scripts with a
-Windows Python.
+``buffers.py`` and ``dll.py``. ``scripts/windows_under_wine.sh`` runs them with a Windows Python.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -67,34 +65,20 @@ def test_buffers(system: str) -> None:
     assert "ok     test_compressed_replay_buffer_equals_sb3" in done.stdout
 
 
-# One test of each script, whose result shows that the script has run.
-SCRIPTS = {
-    "entries.py": "test_gym_wrapper_and_gym_vec_env_match_upstream",
-    "dll.py": "test_error_names_how_a_worker_died",
-}
 # On an imitation, probes and spawned workers take minutes, so one system runs a feature that both lack.
-IMITATED = [
-    ("windows", "entries.py", ()),
-    ("windows", "dll.py", ("test_make_vec_env_starts_one_process_per_instance",)),
-    ("macos", "dll.py", ("test_make_vec_env_starts_one_process_per_instance", "test_error_names_how_a_worker_died")),
-]
+ONE_PROCESS, DEATHS = "test_make_vec_env_starts_one_process_per_instance", "test_error_names_how_a_worker_died"
+IMITATED: dict[str, tuple[str, ...]] = {"windows": (ONE_PROCESS,), "macos": (ONE_PROCESS, DEATHS)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("system", "script", "names"), IMITATED if sys.platform == "linux" else [("", script, ()) for script in SCRIPTS]
-)
-def test_scripts(
-    system: str, script: str, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if script == "dll.py":
-        monkeypatch.setenv("RL_EXT_TEST_LIBRARY", compile_library(tmp_path))
-    elif importlib.util.find_spec("torchrl") is None:
-        pytest.skip("TorchRL is not installed")
-    done = run(system, f"tests/platforms/{script}", *names)
+@pytest.mark.parametrize("system", MISSING)
+def test_library_with_one_instance_per_process(system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_EXT_TEST_LIBRARY", compile_library(tmp_path))
+    names = IMITATED.get(system, ())
+    done = run(system, "tests/platforms/dll.py", *names)
 
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert all(f"ok     {name}" in done.stdout for name in names or [SCRIPTS[script]])
+    assert all(f"ok     {name}" in done.stdout for name in names or [DEATHS])
 
 
 def compile_library(folder: Path) -> str:
