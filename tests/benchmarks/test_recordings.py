@@ -7,24 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ale_py
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch._dynamo  # noqa: F401  optimizers would import it later, which makes a temporary folder
 from gymnasium import spaces
-from stable_baselines3 import DQN, SAC
+from stable_baselines3 import SAC
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.buffers import ReplayBuffer
-from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import VecFrameStack
 
 from benchmarks import recorders
 from benchmarks.policies import Policy
 from benchmarks.replay import Recording
-
-gym.register_envs(ale_py)
 
 # The keys of infos that buffers read.
 INFO_KEYS = ("TimeLimit.truncated", "terminal_observation")
@@ -100,25 +97,6 @@ def assert_same(recording: Recording, spy: Spy, *, transposed_views: bool = True
     replay = recording.transitions(transposed_views=transposed_views)
     for t, (replayed, seen) in enumerate(zip(replay, spy.seen, strict=True)):
         assert comparable(*replayed) == seen, f"step {t} differs"
-
-
-@pytest.mark.slow
-def test_atari_replay_equals_what_dqn_stores() -> None:
-    def make_breakout() -> Any:
-        return make_atari_env("BreakoutNoFrameskip-v4", n_envs=2, seed=3)
-
-    model = DQN(
-        "CnnPolicy",
-        VecFrameStack(make_breakout(), n_stack=4),
-        buffer_size=500,
-        learning_starts=250,
-        batch_size=4,
-        replay_buffer_class=Spy,
-    )
-    spy = train_with_spy(model, 300)
-    recording = record_again(make_breakout(), spy, n_stack=4)
-    assert recording.dones.sum() > 2
-    assert_same(recording, spy)
 
 
 @pytest.mark.parametrize("transposed_views", [True, False])

@@ -133,6 +133,10 @@ def test_doctor_explains_a_decision_or_refusal(
         ("doctor", "--device", "gpu"),
         ("doctor", "--render", "egl:x"),
         ("doctor", "--verify", "--render", "none"),
+        ("probe",),
+        ("probe", "CartPole-v1", "--steps", "3"),
+        ("probe", "CartPole-v1", "--timeout", "soon"),
+        ("probe", "tests.core.isolation.simulator:SaysNonsense"),
     ],
 )
 def test_wrong_usage_prints_one_line_and_exits_with_2(arguments: Sequence[str], capsys: Out) -> None:

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.wrappers import OrderEnforcing, TransformReward
-from gymnasium.wrappers import vector as wrappers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrl.envs import StepCounter, TransformedEnv
@@ -97,20 +96,6 @@ def test_reset_options_reach_environments_that_have_autoreset(mode: str) -> None
     seen.clear()
     env.reset(env.step_mdp(data).set("_reset", torch.tensor([[True], [False]])), options={"low": 1})
     assert seen == [{"low": 1}]
-
-
-# -- gymnasium's wrappers
-
-
-def test_wrapper_without_partial_resets_raises_only_if_one_is_needed() -> None:
-    env = GymWrapper(
-        wrappers.NormalizeObservation(make_vector_env([partial(Walk, 3, 3), partial(Walk, 5, 5)], 2, "NextStep"))
-    )
-    with pytest.raises(ValueError, match="does not support partial resets"):
-        env.rollout(10, break_when_any_done=False)
-    env = GymWrapper(wrappers.NormalizeObservation(make_vector_env(partial(Walk, 3, 3), 2, "NextStep")))
-    rollout = env.rollout(10, break_when_any_done=False)
-    assert rollout["next", "done"].squeeze(-1)[0].tolist() == [False, False, True] * 3 + [False]
 
 
 # -- which mode

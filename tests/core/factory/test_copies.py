@@ -7,7 +7,6 @@ import gc
 import pickle
 import threading
 import weakref
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -17,8 +16,6 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from rl_ext_core.factory import as_factory
 from tests.core.factory.copying import Line, Scaled, rollout, try_rollout
-from tests.core.factory.main_script import CHECKS, DEFINITIONS, script_with_pools
-from tests.launch_modes import run_program
 
 
 def make_line(gain: float = 2.0) -> Line:
@@ -154,15 +151,6 @@ def test_gymnasium_vector_environments_accept_the_factories(method: str) -> None
     np.testing.assert_equal(ours, _step_30_times(SyncVectorEnv([make_changed_line] * 2)))
     env.reset()
     env.step(0)  # gymnasium closed the environment that it built to read the spaces. This one is still open.
-
-
-ASYNC = script_with_pools("", "[gym.vector.AsyncVectorEnv]", "envs.reset(seed=0)[0].tolist()")
-
-
-@pytest.mark.sample(ci=2)
-@pytest.mark.parametrize("launch_mode", ["-c", "notebook", "script", "stdin"])
-def test_classes_of_the_main_module_are_copied_and_stay_unchanged(launch_mode: str, tmp_path: Path) -> None:
-    assert "as expected" in run_program(launch_mode, DEFINITIONS + CHECKS + ASYNC, tmp_path, preloaded="torch")
 
 
 def test_stable_retro_game_is_built_by_its_name() -> None:

@@ -11,17 +11,9 @@ from rl_ext_core.cli import main
 MODULE = "tests.core.isolation.simulator"
 
 
-def status_of(*arguments: str) -> object:
-    """Run ``rl-ext probe``, and return its exit status."""
-    try:
-        return main(["probe", *arguments])
-    except SystemExit as ended:  # argparse ends the program itself.
-        return ended.code
-
-
 @pytest.mark.slow
 def test_verdict_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of(f"{MODULE}:DrawsFromNumPy") == 0
+    assert main(["probe", f"{MODULE}:DrawsFromNumPy"]) == 0
     first = capsys.readouterr()
     assert first.err == ""
     assert first.out.startswith("shared-state   (by probe, in ")
@@ -30,7 +22,7 @@ def test_verdict_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_output_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of("CartPole-v1", "--json", "--steps", "20") == 0
+    assert main(["probe", "CartPole-v1", "--json", "--steps", "20"]) == 0
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["isolation"] == "independent"
     assert "in 20 steps" in verdict["explanation"]
@@ -44,28 +36,7 @@ def test_status_is_1_without_a_verdict(
     name: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "0")
-    assert status_of(f"{MODULE}:{name}") == 1
+    assert main(["probe", f"{MODULE}:{name}"]) == 1
     printed = capsys.readouterr()
     assert text in printed.out
     assert printed.err == ""
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (),
-        ("nonsense:make",),
-        (f"{MODULE}:nonsense",),
-        ("CartPole-v1", "--steps", "3"),
-        ("CartPole-v1", "--timeout", "soon"),
-        (f"{MODULE}:SaysNonsense",),
-    ],
-)
-def test_usage_error_prints_one_line_and_status_2(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_of(*arguments) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("rl-ext")
-    assert printed.err.count("\n") == 1
