@@ -13,7 +13,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from sb3_ext import as_factory
 from tests.core.factory.copying import Line
-from tests.core.factory.main_script import CHECKS, DEFINITIONS, script_with_pools
+from tests.core.factory.main_script import CHECKS, DEFINITIONS
 from tests.launch_modes import LAUNCH_MODES, run_program
 
 
@@ -76,7 +76,7 @@ def test_worker_copies_have_attributes_of_instance_and_overrides() -> None:
 
 
 # Classes and functions of the script cross processes in both directions, and are then the same objects.
-OBSERVE = """
+POOLS = """
 import enum
 from stable_baselines3.common.vec_env import SubprocVecEnv
 from sb3_ext import SharedMemoryVecEnv
@@ -100,13 +100,19 @@ def observe(envs):
         except Lost as error:
             assert error.args == (1,)
     return envs.reset().tolist()
-"""
-POOLS = script_with_pools(
-    OBSERVE,
+
+if __name__ == "__main__":
     # SubprocVecEnv's workers would look for a file named <stdin>.
-    '[SharedMemoryVecEnv] if globals().get("__file__") == "<stdin>" else [SubprocVecEnv, SharedMemoryVecEnv]',
-    "observe(envs)",
-)
+    for pool in [SharedMemoryVecEnv] if globals().get("__file__") == "<stdin>" else [SubprocVecEnv, SharedMemoryVecEnv]:
+        def use(factories):
+            envs = pool(factories)
+            try:
+                return observe(envs)
+            finally:
+                envs.close()
+        check(use)
+    print("as expected")
+"""
 
 
 @pytest.mark.sample(quick=0, ci=1)

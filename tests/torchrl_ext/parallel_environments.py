@@ -17,7 +17,6 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torchrl.data import Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
-from tests.core.devices.reporting_env import variables
 from tests.sb3_ext import vec_test_envs
 
 # Environment variable with the path of the log.
@@ -63,6 +62,14 @@ class Well(gymnasium.Env[Any, Any]):
 
     def close(self) -> None:
         log_event("closed")
+
+
+DEVICE_VARIABLES = ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID", "PYOPENGL_PLATFORM")
+
+
+def variables() -> list[str | None]:
+    """Return the current values of the variables that select a renderer's device."""
+    return [os.environ.get(name) for name in DEVICE_VARIABLES]
 
 
 class DeviceReporting(Well):

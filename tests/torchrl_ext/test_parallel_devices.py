@@ -10,25 +10,26 @@ import pytest
 
 from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.errors import DeviceConflictError, WorkerError
-from tests.core.devices.binding import EXPECTED, MACHINE, UNSET
 from tests.core.devices.machines import machine
-from tests.core.devices.reporting_env import NAMES, variables
 from tests.core.devices.run_code import run
 from tests.torchrl_ext.parallel_checks import no_workers_left
-from tests.torchrl_ext.parallel_environments import DeviceReporting
+from tests.torchrl_ext.parallel_environments import DEVICE_VARIABLES, DeviceReporting, variables
 from tests.worker_servers import cold_server
 from torchrl_ext import ParallelEnv
 
 __all__ = ["no_workers_left"]
 
 
+MACHINE = machine(4, order=(2, 0, 3, 1))
+# The variables of GPUs 0, 1 and 2, which workers can only have from the decision.
+EXPECTED = [["egl", "1", "egl"], ["egl", "3", "egl"], ["egl", "0", "egl"]]
 slow = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
 def without_device_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove this process's device variables, which importing robosuite in earlier tests sets."""
-    for name in NAMES:
+    for name in DEVICE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -55,7 +56,7 @@ def test_each_worker_has_its_gpu_before_mujoco_is_imported(form: str, method: st
     assert list(at_construction) == EXPECTED  # copies are made in their workers
     assert read_by_mujoco == ("egl",) * 3
     assert device == (("cuda:0", "cuda:1", "cuda:2") if source is DeviceReporting else ("none",) * 3)
-    assert variables() == UNSET
+    assert variables() == [None, None, None]
 
 
 def test_forked_workers_reject_decisions_after_mujoco_is_imported() -> None:
@@ -97,24 +98,25 @@ def test_workers_render_with_mesa() -> None:
 
 
 TORCHRL = """
-import functools, torch
-from torchrl.envs import ParallelEnv
-from tests.core.devices.binding import bind_to_mesa, bound, wrap_for_torchrl
-from tests.core.devices.reporting_env import reports
-FROM_WORKERS = dict(metadata_from_workers=True, use_buffers=False)
+import gymnasium, json
+from torchrl.envs import GymWrapper, ParallelEnv
+from rl_ext_core.factory import as_factory
+def build():
+    with open("called", "a") as file:
+        file.write(json.dumps(variables()) + "\\n")
+    return GymWrapper(gymnasium.make("CartPole-v1"), device="cpu")
+options = dict(render="same", inventory=machine(4, order=(2, 0, 3, 1)), environ={})
+factories = as_factory(build).for_workers(3, devices=[resolve("auto", worker=i, **options) for i in range(3)])
+env = ParallelEnv(3, factories, mp_start_method="fork", metadata_from_workers=True, use_buffers=False)
+env.close(raise_if_closed=False)
+answer = sorted(json.loads(line) for line in open("called"))
 """
 
 
 @pytest.mark.slow
 def test_mujoco_renderer_needs_apply_before_importing_torchrl(tmp_path: Path) -> None:
     # Importing TorchRL imports mujoco, which reads MUJOCO_GL at import.
-    lines = f"""
-        folder = {str(tmp_path)!r}
-        factories = bound(folder, wrap=wrap_for_torchrl, renderer="mujoco")
-        env = ParallelEnv(3, factories, mp_start_method="fork", **FROM_WORKERS)
-        env.close(raise_if_closed=False)
-        answer = [report["called"] for report in reports(folder)]
-        """
-    ended = run(TORCHRL, lines)
+    ended = run(f"os.chdir({str(tmp_path)!r})", TORCHRL)
     assert "call resolve(...).apply() above `import torchrl`, which imports mujoco, in the script" in ended.stderr
-    assert run("resolve('cpu', render='same').apply()", TORCHRL, lines).answer == EXPECTED
+    applied = "resolve('cpu', render='same').apply()"
+    assert run(f"os.chdir({str(tmp_path)!r})", applied, TORCHRL).answer == sorted(EXPECTED)

@@ -90,22 +90,18 @@ class Verification:
         return f"as predicted{seen} ({self.seconds:.1f} s)"
 
 
-def verify(name: str, device: str = "auto", render: str = "same", *, timeout_s: float = TIMEOUT_S) -> Verification:
+def verify(name: str, device: str = "auto", render: str = "same") -> Verification:
     """Create a context of a renderer under ``resolve(device, render=render, renderer=name)``, in a new process."""
     try:
         decision = resolve(device, render=render, renderer=name)
     except RlExtError as error:
         first = str(error).partition("\n")[0]
         return Verification(name, failure=first, missing=isinstance(error, MissingDependencyError))
-    return verify_decision(decision, timeout_s=timeout_s)
+    return verify_decision(decision)
 
 
 def verify_decision(
-    decision: Decision,
-    environ: Mapping[str, str] | None = None,
-    *,
-    python: str = sys.executable,
-    timeout_s: float = TIMEOUT_S,
+    decision: Decision, environ: Mapping[str, str] | None = None, *, python: str = sys.executable
 ) -> Verification:
     """Create a context of a decision's renderer in a new process, with its variables added to ``environ``."""
     began = time.monotonic()
@@ -114,7 +110,7 @@ def verify_decision(
     display = next((row.display for row in TABLE if row.name == name), "")
     command = [python, _probe.__file__, "draw", name, display]
     kept = {key: value for key, value in variables.items() if value is not None}
-    seen = _run_process(command, kept, timeout_s)
+    seen = _run_process(command, kept)
     return Verification(
         name=name,
         decided=decision.render,
@@ -125,7 +121,7 @@ def verify_decision(
     )
 
 
-def _run_process(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
+def _run_process(command: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
     """Run the test process and list its GPUs while it has a context; return its answer, or a ``"failure"``."""
     with tempfile.TemporaryFile() as errors:
         try:
@@ -139,7 +135,7 @@ def _run_process(command: Sequence[str], environ: Mapping[str, str], timeout_s: 
         assert process.stdout is not None
         # A process of another container may have the same ID. NVML then lists it before the context is created, too.
         before = list_gpu_uses([process.pid])
-        timer = threading.Timer(timeout_s, process.kill)
+        timer = threading.Timer(TIMEOUT_S, process.kill)
         timer.start()
         lines = (line for line in process.stdout if line.startswith(_probe.ANSWER_PREFIX))  # libraries print too
         found = next((json.loads(line.removeprefix(_probe.ANSWER_PREFIX)) for line in lines), None)
@@ -156,7 +152,7 @@ def _run_process(command: Sequence[str], environ: Mapping[str, str], timeout_s: 
         uses = tuple(dict.fromkeys(use.uuid for use in after or ()))
         return {**found, "nvml": uses if uses and not before else None}
     if timed_out:
-        return {"failure": f"the process did not end within {timeout_s:.0f} s"}
+        return {"failure": f"the process did not end within {TIMEOUT_S:.0f} s"}
     last = said[-1] if said else "it printed no error"
     return {"failure": f"the process ended {_describe_exit(process.returncode)}: {last}"}
 

@@ -31,26 +31,6 @@ NAMES = ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID", "PYOPENGL_PLATFORM")
 def variables(): return [os.environ.get(name) for name in NAMES]
 """
 
-# Calls a function in a forked child and returns its result, "done", its error, or "it hangs".
-IN_CHILD = """
-def in_child(function, seconds=20):
-    import select, signal
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            answer = function() or "done"
-        except Exception as error:
-            answer = repr(error)
-        os.write(writing, str(answer).encode())
-        os._exit(0)
-    ready, _, _ = select.select([reading], [], [], seconds)
-    answer = os.read(reading, 10000).decode() if ready else "it hangs"
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return answer
-"""
-
 
 @dataclass(frozen=True)
 class RunResult:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.core.devices.fakes.build import require_osmesa, skip_or_fail
-from tests.core.devices.run_code import IN_CHILD, ROOT, run
+from tests.core.devices.run_code import ROOT, run
 
 RENDERERS = ("mujoco", "gymnasium", "dm_control", "robosuite")
 
@@ -185,23 +185,22 @@ def test_failed_display_is_created_again_after_apply() -> None:
 @pytest.mark.parametrize("renderer", ["gymnasium", "robosuite"])
 def test_apply_in_fork_after_parents_display_raises_instead_of_hanging(renderer: str) -> None:
     ended = run(
-        IN_CHILD,
         f"""
         {CREATE_DISPLAY["mujoco"]}
         decision = {ON_MESA.format(renderer=renderer)}
         decision.apply()
-        answer = in_child(decision.apply)
+        from tests.forks import result_in_fork
+        answer = result_in_fork(decision.apply)
         """,
         MUJOCO_GL="egl",
     )
-    assert "DeviceConflictError('mujoco.egl had created its display before this process was forked" in ended.answer
+    assert "DeviceConflictError: mujoco.egl had created its display before this process was forked" in ended.answer
     assert 'start_method="forkserver"' in ended.answer
 
 
 def test_apply_in_fork_before_any_display_accepts_another_decision() -> None:
     ended = run(
         DRAW,
-        IN_CHILD,
         f"""
         import mujoco
         {ON_GPU_2.format(renderer="mujoco")}.apply()
@@ -210,7 +209,8 @@ def test_apply_in_fork_before_any_display_accepts_another_decision() -> None:
             assert apply.applied is None
             {ON_MESA.format(renderer="mujoco")}.apply()
             return variables(), draw() > 10
-        answer = [in_child(other), variables()]
+        from tests.forks import result_in_fork
+        answer = [result_in_fork(other), variables()]
         """,
         MUJOCO_GL="egl",
     )

@@ -201,8 +201,8 @@ def test_verify_names_missing_package_and_install_line(
     ],
 )
 def test_verify_reports_exit_of_killed_process(code: str, failure: str) -> None:
-    assert verify_module._run_process([sys.executable, "-S", "-c", code], os.environ, 60) == {"failure": failure}
-    assert "could not be started" in verify_module._run_process(["/nowhere/python"], {}, 20)["failure"]
+    assert verify_module._run_process([sys.executable, "-S", "-c", code], os.environ) == {"failure": failure}
+    assert "could not be started" in verify_module._run_process(["/nowhere/python"], {})["failure"]
 
 
 H100 = "NVIDIA H100/PCIe/SSE2"

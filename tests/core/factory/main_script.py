@@ -78,26 +78,3 @@ def check(use):
     assert all(vars(kind)[name] is part for kind, name, part in methods)
     LEVEL, Base.gravity = 1, 1.0
 """
-
-
-def script_with_pools(imports: str, pools: str, answer: str) -> str:
-    """Return the end of a script that runs ``check`` with pools of processes.
-
-    :param imports: Import statements of the pools.
-    :param pools: Expression for functions that take factories and return ``envs``.
-    :param answer: Expression for the first observations of ``envs``.
-    """
-    return f"""
-{imports}
-
-if __name__ == "__main__":
-    for pool in {pools}:
-        def use(factories):
-            envs = pool(factories)
-            try:
-                return {answer}
-            finally:
-                envs.close()
-        check(use)
-    print("as expected")
-"""

@@ -42,11 +42,11 @@ def _load_dm_control(domain: str, task: str) -> Any:
     return _import_or_skip("dm_control.suite").load(domain, task, task_kwargs={"random": 0})
 
 
-def _make_robosuite(name: str = "Lift", **options: Any) -> Any:
+def _make_robosuite(**options: Any) -> Any:
     """Make a robosuite environment that does not render."""
     robosuite = _import_or_skip("robosuite")
     settings = {"has_renderer": False, "has_offscreen_renderer": False, "use_camera_obs": False, "horizon": 20}
-    return robosuite.make(name, robots="Panda", **{**settings, **options})
+    return robosuite.make("Lift", robots="Panda", **{**settings, **options})
 
 
 def _make_pettingzoo(name: str, kind: str = "env", **options: Any) -> Any:
@@ -58,12 +58,12 @@ def _make_pettingzoo(name: str, kind: str = "env", **options: Any) -> Any:
         pytest.skip(str(error))
 
 
-def _make_transformed(*transforms: Any, env: Any = None) -> Any:
+def _make_transformed(*transforms: Any) -> Any:
     """Make a TorchRL environment under transforms, given by name and arguments."""
     torchrl = _import_or_skip("torchrl.envs")
     _import_or_skip("torchrl_ext")
     made = [getattr(torchrl, name)(*arguments, **options) for name, arguments, options in transforms]
-    return torchrl.TransformedEnv(env or torchrl.GymEnv("Pendulum-v1"), torchrl.Compose(*made))
+    return torchrl.TransformedEnv(torchrl.GymEnv("Pendulum-v1"), torchrl.Compose(*made))
 
 
 def _wrap_torchrl(wrapper: str, env: Any, **options: Any) -> Any:
