@@ -19,8 +19,6 @@ from tests import programs
 ROOT = Path(__file__).resolve().parent.parent
 OF_READER = re.compile(r"(make_)?my_\w+|MyEnv")  # objects of the reader's program, see docs/quickstart.md
 
-OURS = re.compile(r"^from ((?:rl_ext_core|sb3_ext|torchrl_ext)[\w.]*) import ([\w, ]+)", re.M)
-
 
 def read_blocks(page: Path) -> list[str]:
     """Return the blocks of Python of a page."""

@@ -444,9 +444,7 @@ def brax(mode: AutoresetMode) -> Any:
 fork = partial(AsyncVectorEnv, context="fork")
 shared_memory_env = partial(SharedMemoryVectorEnv, context="fork", n_workers=2)
 double_rewards = partial(wrappers.TransformReward, func=lambda rewards: rewards * 2)
-halve_observations = partial(wrappers.TransformObservation, func=lambda observations: observations / 2)
 LAB = (1, 4, 3, 7, 6)
-WALK_OF_3 = (2, 3, 5)
 
 
 class TableRow(NamedTuple):

@@ -16,7 +16,7 @@ OMPI, HYDRA = "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"
 MPI = (OMPI, "MV2_COMM_WORLD_LOCAL_RANK", HYDRA, "PMI_LOCAL_RANK")
 TORCHRUN = {"GROUP_RANK": "0"}
 RENDERERS = ("mujoco", "gymnasium", "dm_control", "robosuite")
-ONE, FOUR, EIGHT = (machine(count, without=RENDERERS) for count in (1, 4, 8))
+ONE, FOUR = (machine(count, without=RENDERERS) for count in (1, 4))
 SLICES = ["MIG-11111111-0000-4000-8000-000000000000", "MIG-22222222-0000-4000-8000-000000000000"]
 WITH_MIG = machine(2, mig={0: SLICES}, without=RENDERERS)
 BOTH = ",".join(SLICES)
