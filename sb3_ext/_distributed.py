@@ -213,12 +213,6 @@ class DataParallel:
         self._call(dist.all_gather_object, found, value)
         return found
 
-    def _from_rank_0(self, value: Any) -> Any:
-        """Return the value of rank 0."""
-        found = [value]
-        self._call(dist.broadcast_object_list, found, 0)
-        return found[0]
-
     # -- gradients
 
     def _average_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -343,7 +337,9 @@ class DataParallel:
             return super()._setup_learn(total_timesteps, *args, **kwargs)  # type: ignore[misc]
         self._report_rollout()
         own = {"class": type(self).__name__, "total_timesteps": total_timesteps}
-        own |= {name: _plain(getattr(self, name)) for name in _SHARED if hasattr(self, name)}
+        settings = {name: getattr(self, name) for name in _SHARED if hasattr(self, name)}
+        # Functions cannot be compared between processes.
+        own |= {name: "function" if callable(value) else value for name, value in settings.items()}
         every = self._gather(own)
         for rank, other in enumerate(every):
             if other != every[0]:
@@ -376,17 +372,17 @@ class DataParallel:
 
     def _copy_from_rank_0(self: Any) -> None:
         """Copy parameters, states of optimizers and statistics of normalization from rank 0."""
-        content = None
+        content = [b""]
         if self._rank == 0:
             file = io.BytesIO()
             variables = {name: getattr(self, name) for name in self._get_torch_save_params()[1]}
             statistics = [(part.mean, part.var, part.count) for part in self._normalizations()]
             torch.save((self.get_parameters(), variables, statistics), file)
-            content = file.getvalue()
-        content = self._from_rank_0(content)
+            content = [file.getvalue()]
+        self._call(dist.broadcast_object_list, content, 0)
         if self._rank == 0:
             return
-        parameters, variables, statistics = torch.load(io.BytesIO(content), self.device, weights_only=False)
+        parameters, variables, statistics = torch.load(io.BytesIO(content[0]), self.device, weights_only=False)
         self.set_parameters(parameters, device=self.device)
         for name, value in variables.items():
             getattr(self, name).data.copy_(value)
@@ -425,11 +421,6 @@ _PRIVATE = [
 def _has(store: Any, kind: str, rank: int) -> bool:
     """Return whether a rank has stored an error or a number of rollouts."""
     return bool(store.check([f"rl_ext/{kind}/{rank}"]))
-
-
-def _plain(value: Any) -> Any:
-    """Return a setting in a form that other processes can compare; functions are not compared."""
-    return "function" if callable(value) else value
 
 
 def _all_callbacks(callback: Any) -> Iterator[BaseCallback]:

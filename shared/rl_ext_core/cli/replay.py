@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     :return: Exit status
     :raises RlExtError: If the capsule cannot be read, the environment cannot be built, or a file cannot be written
     """
-    from rl_ext_core.recording.capsule import read_capsule
+    from rl_ext_core.recording.capsule import read_capsule, write_actions
     from rl_ext_core.vector import replay
 
     console, path = new_console(), Path(arguments.capsule)
@@ -53,20 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     capsule = read_capsule(path)
     _print_capsule(capsule, path, console)
     if arguments.actions is not None:
-        _write_actions(capsule, arguments.actions, console)
+        others = write_actions(Path(arguments.actions), capsule.log)
+        _print(console, f"{arguments.actions}: seeds and actions of {capsule.step:,} steps")
+        if others:
+            _print(console, f"  it does not contain {', '.join(others)}")
     _require_consent(capsule, arguments, console)
     sys.stdout.flush()
     return _print_result(capsule, replay.play(capsule, arguments.env), console)
-
-
-def _write_actions(capsule: Capsule, name: str, console: Console) -> None:
-    """Write the actions of a capsule's episode to a file, and print what it does not contain."""
-    from rl_ext_core.recording.capsule import write_actions
-
-    others = write_actions(Path(name), capsule.log)
-    _print(console, f"{name}: seeds and actions of {capsule.step:,} steps")
-    if others:
-        _print(console, f"  it does not contain {', '.join(others)}")
 
 
 def _print(console: Console, text: str) -> None:
