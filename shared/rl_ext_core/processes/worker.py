@@ -158,15 +158,26 @@ def _end_with_error(error: BaseException) -> NoReturn:
     _is_ending = True
     # The parent waits for the end of this process, and enforces the time limit itself if it requested the end.
     if not is_requested:
-        faulthandler.dump_traceback_later(CLOSE_S, exit=True, file=_writer.fd)
+        _limit_time(CLOSE_S, _writer.fd)
     while _exit_callbacks:
         # An environment that has failed may fail again when it is closed.
         with suppress(BaseException):
             _exit_callbacks.pop()()
     kill_descendants()
-    faulthandler.dump_traceback_later(_EXIT_GRACE_S, exit=True, file=_writer.fd)
+    _limit_time(_EXIT_GRACE_S, _writer.fd)
     code = error.code if isinstance(error, SystemExit) else 1
     raise SystemExit(code if code is None or isinstance(code, int) else 1) from None
+
+
+def _limit_time(seconds: float, report: int) -> None:
+    """End this process after some seconds, even in C code, and write its stacks to the report."""
+    if sys.platform == "win32":
+        faulthandler.dump_traceback_later(seconds, exit=True, file=report)
+        return
+    # dump_traceback_later() would wait forever in a fork of a process that has called it, as pytest does.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    faulthandler.register(signal.SIGALRM, file=report, all_threads=True, chain=True)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def finish_worker(code: int, *, spawned: bool) -> int:

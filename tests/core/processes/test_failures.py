@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import pickle
 import re
 
@@ -58,6 +59,15 @@ def test_large_reports_are_shortened_in_the_middle() -> None:
     error = fail_worker("forkserver", "raise_holding_much")
     assert error.__cause__ is None
     assert "raised ValueError(b'xxx" in str(error)
+
+
+def test_forked_worker_ends_although_pytest_dumps_tracebacks_later() -> None:
+    faulthandler.dump_traceback_later(600)
+    try:
+        error = fail_worker("fork", "raise_bad_level")
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    assert error.kind == "exception"
 
 
 @pytest.mark.parametrize("end", ["crashed", "raised"])
