@@ -36,6 +36,7 @@ COMMANDS: dict[str, float] = {
     "memory seaquest --size 50000 --wraps 10": 4,
     "buffer_family": 20,
     "frame_storage ms_pacman seaquest pong breakout --size 100000": 15,
+    "recipes": 12,
     "slices": 8,
     "first_use": 3,
     "lossy": 20,
