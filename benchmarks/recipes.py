@@ -11,20 +11,21 @@ gets the same ones. Memory is the growth of a fresh process per element. Times a
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import Collector
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs import (
     CatFrames,
     Compose,
@@ -45,16 +46,12 @@ from torchrl.envs import (
 from torchrl.envs.libs.gym import GymEnv
 from tqdm import tqdm
 
+from benchmarks.frame_storage import storage
 from benchmarks.measure import is_installed, machine, parse_options, resident_bytes, speedup, time_in_turns
 from benchmarks.processes import run_module
-from torchrl_ext import FrameStorage
 
 GAME = "ALE/Pong-v5"
-STORAGES: dict[str, Callable[[int], Any]] = {
-    "lazy": LazyTensorStorage,
-    "memmap": lambda size: LazyMemmapStorage(size, auto_cleanup=True),
-    "frames": lambda size: FrameStorage(size, num_threads=1),
-}
+STORAGES = "lazy", "memmap", "patch"  # of benchmarks.frame_storage; the last is FrameStorage
 
 
 def base_env() -> TransformedEnv:
@@ -63,55 +60,46 @@ def base_env() -> TransformedEnv:
     return TransformedEnv(env, Compose(NoopResetEnv(noops=30, random=True), EndOfLifeTransform()))
 
 
-def make_dqn() -> TransformedEnv:
-    """Make the environment of ``dqn/utils_atari.py``."""
-    env = base_env()
-    for transform in (
+def make_dqn(*, normalize: bool = True) -> TransformedEnv:
+    """Make the environment of ``dqn/utils_atari.py``.
+
+    :param normalize: Whether ``VecNorm`` is in the environment. Otherwise the buffer may apply it to samples.
+    """
+    transforms = [
         SignTransform(in_keys=["reward"]), ToTensorImage(), GrayScale(), Resize(84, 84), CatFrames(N=4, dim=-3),
-        RewardSum(), StepCounter(max_steps=4500), DoubleToFloat(), VecNorm(in_keys=["pixels"]),
-    ):  # fmt: skip
-        env.append_transform(transform)
-    return env
-
-
-def make_dqn_normalized_later() -> TransformedEnv:
-    """Make DQN's environment without ``VecNorm``, which the buffer applies to samples."""
-    env = make_dqn()
-    del env.transform[-1]
-    return env
+        RewardSum(), StepCounter(max_steps=4500), DoubleToFloat(),
+    ]  # fmt: skip
+    return TransformedEnv(base_env(), Compose(*transforms, *([VecNorm(in_keys=["pixels"])] if normalize else [])))
 
 
 def make_ppo() -> TransformedEnv:
     """Make the environment of ``ppo/utils_atari.py``, eight games in one process."""
-    env = TransformedEnv(SerialEnv(8, base_env))
-    for transform in (
+    transforms = [
         RenameTransform(in_keys=["pixels"], out_keys=["pixels_int"]),
         ToTensorImage(in_keys=["pixels_int"], out_keys=["pixels"]), GrayScale(), Resize(84, 84), CatFrames(N=4, dim=-3),
         RewardSum(), StepCounter(max_steps=4500), SignTransform(in_keys=["reward"]), DoubleToFloat(),
         VecNorm(in_keys=["pixels"]),
-    ):  # fmt: skip
-        env.append_transform(transform)
-    return env
+    ]  # fmt: skip
+    return TransformedEnv(SerialEnv(8, base_env), Compose(*transforms))
 
 
 def make_dreamer() -> TransformedEnv:
     """Make the environment of ``dreamer/dreamer_utils.py``, whose images are made of ``pixels_int`` on the CPU."""
     from torchrl.envs.libs.dm_control import DMControlEnv
 
-    env = TransformedEnv(DMControlEnv("cheetah", "run", from_pixels=True, pixels_only=True, frame_skip=2))
-    for transform in (
+    transforms = [
         RenameTransform(in_keys=["pixels"], out_keys=["pixels_int"]),
         ToTensorImage(from_int=True, in_keys=["pixels_int"], out_keys=["pixels"]), Resize(64, 64), DoubleToFloat(),
         RewardSum(), StepCounter(500),
-    ):  # fmt: skip
-        env.append_transform(transform)
-    return env
+    ]  # fmt: skip
+    cheetah = DMControlEnv("cheetah", "run", from_pixels=True, pixels_only=True, frame_skip=2)
+    return TransformedEnv(cheetah, Compose(*transforms))
 
 
 # Environment, elements per extend, elements per sample, most elements that the recipe's buffer contains.
 RECIPES: dict[str, tuple[Callable[[], TransformedEnv], int, int, int]] = {
     "dqn": (make_dqn, 400, 32, 1_000_000),
-    "dqn-normalized-later": (make_dqn_normalized_later, 400, 32, 1_000_000),
+    "dqn-normalized-later": (functools.partial(make_dqn, normalize=False), 400, 32, 1_000_000),
     "ppo": (make_ppo, 1024, 256, 1024),
     "dreamer": (make_dreamer, 1000, 200, 1_000_000),
 }
@@ -131,15 +119,19 @@ def batches(folder: Path) -> list[TensorDictBase]:
     return [TensorDict.load_memmap(path) for path in sorted(folder.iterdir())]
 
 
+def make_buffer(recipe: str, name: str, n_recorded: int) -> TensorDictReplayBuffer:
+    """Make a recipe's buffer with a storage, for at most as many elements as were recorded."""
+    _, _, batch_size, most = RECIPES[recipe]
+    return TensorDictReplayBuffer(storage=storage(name, min(most, n_recorded)), batch_size=batch_size)
+
+
 def fill(recipe: str, name: str, folder: Path) -> None:
     """Fill a buffer; print the growth of the process in bytes per element."""
-    recorded, (_, _, n_samples, capacity) = batches(folder), RECIPES[recipe]
-    capacity = min(capacity, sum(map(len, recorded)))
-    warm = TensorDictReplayBuffer(storage=STORAGES[name](capacity), batch_size=n_samples)
-    warm.extend(recorded[0].clone())
-    del warm
+    recorded = batches(folder)
+    n_recorded = sum(map(len, recorded))
+    make_buffer(recipe, name, n_recorded).extend(recorded[0].clone())  # compiles kernels
     before = resident_bytes()
-    buffer = TensorDictReplayBuffer(storage=STORAGES[name](capacity), batch_size=n_samples)
+    buffer = make_buffer(recipe, name, n_recorded)
     for batch in recorded:
         buffer.extend(batch.clone())
     print((resident_bytes() - before) / len(buffer))
@@ -147,11 +139,9 @@ def fill(recipe: str, name: str, folder: Path) -> None:
 
 def measure(recipe: str, folder: Path, rounds: int) -> dict[str, dict[str, np.ndarray]]:
     """Return CPU seconds of ``extend`` and ``sample`` of each storage, in turns."""
-    recorded, (_, _, n_samples, capacity) = batches(folder), RECIPES[recipe]
-    capacity = min(capacity, sum(map(len, recorded)))
-    buffers = {n: TensorDictReplayBuffer(storage=make(capacity), batch_size=n_samples) for n, make in STORAGES.items()}
-    following = iter(recorded * (rounds + 2))
-    batch = recorded[0]
+    recorded = batches(folder)
+    buffers = {name: make_buffer(recipe, name, sum(map(len, recorded))) for name in STORAGES}
+    following, batch = cycle(recorded), recorded[0]
 
     def load() -> None:
         nonlocal batch
@@ -198,11 +188,11 @@ def main() -> None:
             sizes = {s: float(run_module("benchmarks.recipes", recipe, "--fill", s, folder)) for s in STORAGES}
             times = measure(recipe, folder, options.rounds)
         ratios = {
-            part: ", ".join(f"{speedup(seconds, 'frames', baseline=other):.2f}×" for other in ("lazy", "memmap"))
+            part: ", ".join(f"{speedup(seconds, 'patch', baseline=other):.2f}×" for other in ("lazy", "memmap"))
             for part, seconds in times.items()
         }
         cells = "".join(f"{size:10,.0f}" for size in sizes.values())
-        print(f"{recipe:22}{cells}{sizes['lazy'] / sizes['frames']:7.1f}×{ratios['extend']:>16}{ratios['sample']:>16}")
+        print(f"{recipe:22}{cells}{sizes['lazy'] / sizes['patch']:7.1f}×{ratios['extend']:>16}{ratios['sample']:>16}")
 
 
 if __name__ == "__main__":

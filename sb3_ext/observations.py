@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 import os
@@ -34,7 +33,6 @@ HandlesByKey = dict[Any, tuple[IndexArray, IndexArray]]
 _SINGLE_KEY = None  # key of an observation that is not a Dict
 _DEFAULTS: dict[str, Any] = {"codec": "patch", "n_stack": None, "max_error": 0, "quality": 95}
 
-_logger = logging.getLogger("sb3_ext")
 in_folders: weakref.WeakSet[Observations] = weakref.WeakSet()  # of this process
 
 
