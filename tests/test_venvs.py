@@ -9,12 +9,11 @@ import pytest
 
 from tests.jax_venv import ROOT, run_in_jax_venv
 
-# Per file: its virtual environment, a package that only this has, and more options. Warnings of LeRobot are not errors.
+# Per file: its virtual environment, a package that only this has, and more options.
 # Each file has its own session, because Triton's interpreter must be chosen before another file imports torch.
 FILES: dict[str, tuple[str, str, list[str]]] = {
     "core/frames/test_gpu_decode.py": (".venv-jax", "envpool", []),
     "torchrl_ext/test_jax_values.py": (".venv-jax", "envpool", []),
-    "test_lerobot_datasets.py": (".venv-lerobot", "lerobot", ["-W", "ignore"]),
 }
 
 
