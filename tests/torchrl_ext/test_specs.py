@@ -293,86 +293,6 @@ def test_batches_with_batched_spaces_only_match_upstream(name: str, by: str) -> 
         np.testing.assert_array_equal(action, other)
 
 
-COUNTED = {
-    "Discrete": spaces.Discrete(3, start=-2),
-    "MultiDiscrete": spaces.MultiDiscrete([3, 4], start=[1, 2]),
-    "equal MultiDiscrete": spaces.MultiDiscrete([3, 3], start=[0, 5]),
-    "Dict": spaces.Dict(a=spaces.Discrete(3, start=1), b=spaces.Discrete(2), c=box(2)),
-    "Tuple": spaces.Tuple([spaces.Discrete(3, start=1), spaces.Discrete(3)]),
-}
-
-
-@pytest.mark.parametrize("name", COUNTED)
-@pytest.mark.sample(quick=8)
-@pytest.mark.parametrize("categorical", [False, True])
-@pytest.mark.parametrize("mode", [None, "SameStep"])
-def test_discrete_start_is_added_to_actions(name: str, categorical: bool, mode: str | None) -> None:
-    if mode and name == "Tuple":
-        return
-    space = COUNTED[name]
-    make = partial(SamplingEnv, spaces.Dict(o=space) if isinstance(space, spaces.Dict) else space, space, 3)
-    inner = gymnasium.vector.SyncVectorEnv([make, make], autoreset_mode=mode) if mode else make()
-    env = GymWrapper(inner, categorical_action_encoding=categorical)
-    check_env_specs(env)
-    rollout = seeded_rollout(env, 8)
-    assert all(type(part).__name__ != "HalfBounded" for part in env.full_action_spec.values())
-    for sampled in inner.envs if mode else [inner]:
-        assert len(sampled.received) >= 8
-        for action in sampled.received:
-            if isinstance(space, spaces.Dict):
-                action = {key: np.asarray(part, space[key].dtype)[()] for key, part in action.items()}
-            assert space.contains(tuple(action.tolist()) if isinstance(space, spaces.Tuple) else action), action
-    assert not categorical or not rollout.isnan().any()
-
-
-def test_discrete_start_is_added_to_torch_actions() -> None:
-    inner = SamplingEnv(box(2), spaces.Discrete(3, start=-2))
-    GymWrapper(gymnasium.wrappers.NumpyToTorch(inner)).rollout(20, break_when_any_done=False)
-    assert set(map(int, inner.received)) == {-2, -1, 0}
-
-
-def test_discrete_start_is_subtracted_from_observations() -> None:
-    class AgeWalk(Walk):
-        """``Walk`` that observes an integer from 5, at which its Discrete starts."""
-
-        observation_space = spaces.Discrete(20, start=5)  # type: ignore[assignment]
-
-        def observation(self) -> Any:
-            return self.step_count + 5
-
-    for mode in (None, "SameStep", "NextStep", "Disabled"):
-        inner = make_vector_env(lambda: AgeWalk(4, 4), 2, mode) if mode else AgeWalk(4, 4)
-        rollout = GymWrapper(inner, categorical_action_encoding=True).rollout(8, break_when_any_done=False)
-        steps = rollout["observation"].reshape(-1, 8)[0].tolist()
-        assert steps == [0, 1, 2, 3] * 2
-        assert rollout["next", "observation"].reshape(-1, 8)[0].tolist() == [1, 2, 3, 4] * 2
-
-
-# -- parts that TorchRL cannot stack into a tensor
-
-DISCRETES = spaces.Tuple([spaces.Discrete(3), spaces.Discrete(4, start=2), spaces.Discrete(2)])
-
-
-@pytest.mark.parametrize("categorical", [False, True])
-@pytest.mark.parametrize("nested", [False, True])
-def test_tuples_of_different_discretes_are_joined_in_one_tensor(nested: bool, categorical: bool) -> None:
-    space: Any = spaces.Dict(o=DISCRETES) if nested else DISCRETES
-    env = GymWrapper(SamplingEnv(space, DISCRETES), categorical_action_encoding=categorical)
-    check_env_specs(env)
-    rollout = env.rollout(9)
-    assert rollout["action"].shape[1:] == ((3,) if categorical else (9,))
-    samples = []
-    for draw in (space.sample, env.reset):
-        space.seed(5)
-        samples.append(draw())
-    drawn, observed = samples
-    observed = observed["o" if nested else "observation"]
-    drawn = np.array(drawn["o"] if nested else drawn) - (0, 2, 0)
-    assert np.array_equal(observed if categorical else observed.nonzero()[:, 0] - torch.tensor([0, 3, 7]), drawn)
-    for action in env._env.received:
-        assert DISCRETES.contains(tuple(action))
-
-
 def test_error_about_a_wrong_env_type_names_the_right_one() -> None:
     with pytest.raises(InvalidArgumentError, match=r"env_type='torch'.*are numpy.*Use env_type='numpy'"):
         GymWrapper(Walk(), env_type="torch").reset()
@@ -422,19 +342,6 @@ def test_finite_horizon_makes_truncations_terminations_for_single_and_numpy_envi
         assert rollout["done"].any()
         assert torch.equal(rollout["terminated"], rollout["done"])
         assert not rollout["truncated"].any()
-
-
-@pytest.mark.parametrize("mode", [None, "SameStep"])
-@pytest.mark.parametrize("shape", [(4,), (2, 3)])
-def test_multibinary_of_several_axes_keeps_its_shape(shape: tuple[int, ...], mode: str | None) -> None:
-    space = spaces.MultiBinary(shape)
-    make = partial(SamplingEnv, spaces.Dict(a=space), space)
-    inner = make_vector_env(make, 2, mode) if mode else make()
-    env = GymWrapper(inner)
-    check_env_specs(env)
-    assert env.rollout(8, break_when_any_done=False)["a"].shape[-len(shape) :] == shape
-    for action in (inner.envs[1] if mode else inner).received:
-        assert space.contains(action)
 
 
 # -- tests of actions: shapes follow the spec, and values are in the action space
