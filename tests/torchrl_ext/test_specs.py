@@ -6,7 +6,7 @@ import copy
 import pickle
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -239,29 +239,12 @@ def test_invalid_option_values_are_rejected(make: Any) -> None:
             make(**{option: value})
 
 
-class Batch:
-    """NumPy batch of four with batched spaces only."""
-
-    metadata: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, observation: Any, action: Any, *, count: int | None = 4) -> None:
-        self.observation_space, self.action_space = observation, action
-        self.received: list[Any] = []
-        if count is not None:
-            self.num_envs = count
-
-    @property
-    def unwrapped(self) -> Any:
-        return self
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.observation_space.seed(0)
-        return self.observation_space.sample(), {}
+class Batch(SamplingEnv):
+    """Batch of four with batched spaces only."""
 
     def step(self, action: Any) -> Any:
-        self.received.append(action)
         none = np.zeros(4, bool)
-        return self.observation_space.sample(), np.ones(4), none, none, {}
+        return super().step(action)[0], np.ones(4), none, none, {}
 
 
 BATCHES = {
@@ -275,8 +258,10 @@ BATCHES = {
 @pytest.mark.parametrize("by", ["num_envs", "batch_size"])
 def test_batches_with_batched_spaces_only_match_upstream(name: str, by: str) -> None:
     def make_env(cls: Any) -> Any:
-        count, kwargs = (4, {}) if by == "num_envs" else (None, {"batch_size": [4]})
-        return cls(Batch(*BATCHES[name], count=count), **kwargs)
+        inner: Any = Batch(*BATCHES[name])
+        if by == "num_envs":
+            inner.num_envs = 4
+        return cls(inner, **({"batch_size": [4]} if by == "batch_size" else {}))
 
     ours, theirs = make_env(GymWrapper), make_env(upstream.GymWrapper)
     for spec in ("full_observation_spec", "full_action_spec", "full_done_spec"):
