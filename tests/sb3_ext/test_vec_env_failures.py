@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from rl_ext_core.vector import channel
 from rl_ext_core.vector.channel import SpinWaiter, should_spin
 from sb3_ext import SharedMemoryVecEnv
 from tests.sb3_ext.vec_checks import FAST, expect_error, no_workers
-from tests.sb3_ext.vec_test_envs import Counting, Failing, Informing, RandomEnv, Returning, Unpicklable
+from tests.sb3_ext.vec_test_envs import Counting, Failing, Informing, RandomEnv, Returning
 
 ACTIONS = np.zeros(3, np.int64)
 
@@ -66,7 +67,7 @@ WRONG: list[tuple[Any, str, str]] = [
     ),
     (functools.partial(Informing, "reset", None), "reset", "reset() returned an info of type NoneType"),
     (functools.partial(Informing, "end", []), "step", "step() returned an info of type list"),
-    (Unpicklable, "step", "info['lock'] cannot be pickled"),
+    (functools.partial(Informing, "step", {"lock": threading.Lock()}), "step", "info['lock'] cannot be pickled"),
 ]
 
 
