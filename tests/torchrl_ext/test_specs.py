@@ -242,6 +242,9 @@ def test_invalid_option_values_are_rejected(make: Any) -> None:
 class Batch(SamplingEnv):
     """Batch of four with batched spaces only."""
 
+    def reset(self, **_: Any) -> Any:
+        return super().reset(seed=0)
+
     def step(self, action: Any) -> Any:
         none = np.zeros(4, bool)
         return super().step(action)[0], np.ones(4), none, none, {}
