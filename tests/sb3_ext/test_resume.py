@@ -198,7 +198,7 @@ def test_resumed_run_equals_the_run_that_was_not_stopped(
         killed.learn(TOTAL, callback=[StopAt(187), ResumeCallback("saves", EVERY)])
     if in_files:
         with pytest.raises(StorageError, match="in use by this process"):
-            resume("saves", envs[2])
+            resume("saves", kind([env_fn] * n_envs))
         killed.replay_buffer.close()
     np.random.seed(0)
     th.manual_seed(0)

@@ -339,6 +339,13 @@ class Informing(Counting):
         return (*result, terminated, truncated, self.info if when == self.when else info)
 
 
+class Unpicklable(Counting):
+    """Environment with an info that does not pickle."""
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return (*super().step(action)[:4], {"fine": 1, "lock": threading.Lock()})
+
+
 class Bounded(gym.Wrapper[Any, Any, Any, Any]):
     """Wrapper that limits rewards, and returns the bound in infos."""
 
