@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gymnasium as gym
@@ -48,11 +49,11 @@ class Sprite(gym.Env[np.ndarray, int]):
         return self._observe(), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
-        self._place += int(action) - 1
+        self._place += round(float(np.sum(action))) - 1
         self._steps += 1
         terminated = bool(self.np_random.random() < 0.08)
         truncated = not terminated and self._steps >= 11
-        return self._observe(), float(action) - 0.5, terminated, truncated, {}
+        return self._observe(), float(np.sum(action)) - 0.5, terminated, truncated, {}
 
 
 def make_stacked_vec_env(env_fn: Callable[[], gym.Env[Any, Any]], n_envs: int, n_stack: int, first: bool) -> VecEnv:
@@ -301,6 +302,12 @@ def make_buffers_for(kind: str, rows: int, venv: VecEnv, **options: Any) -> tupl
     if kind == "hindsight":
         options["env"] = venv
     return make_buffers(kind, rows * venv.num_envs, venv.observation_space, venv.action_space, venv.num_envs, **options)
+
+
+def call_in_thread(function: Callable[[], None]) -> None:
+    """Call a function in another thread, raise its error here, and fail if it does not end."""
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(function).result(timeout=60)
 
 
 def without_logger(model: Any) -> Any:

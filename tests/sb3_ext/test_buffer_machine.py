@@ -21,7 +21,7 @@ from stable_baselines3.common.save_util import save_to_pkl
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from tests.interrupts import interrupt_at
-from tests.sb3_ext.buffer_envs import REPLAY, GoalRewards, TransitionSource, assert_same_draws
+from tests.sb3_ext.buffer_envs import REPLAY, GoalRewards, TransitionSource, assert_same_draws, call_in_thread
 from tests.sb3_ext.test_sequences import assert_same_sequences
 
 IMAGE = spaces.Box(0, 255, (3, 6, 5), np.uint8)
@@ -148,6 +148,14 @@ class SameAsUpstream(RuleBasedStateMachine):
         newest = self.ours.rewards[(self.ours.pos - 1) % self.ours.buffer_size]
         if (self.ours.pos, self.ours.full) != before or (newest == transition[3]).all():
             self.theirs.add(*transition)
+
+    @rule(name=st.sampled_from(["sample", "pickle"]), at=st.integers(1, 250))
+    def interrupt_read(self, name: str, at: int) -> None:
+        """Interrupt a call that changes nothing, and check that no lock is held."""
+        calls = {"sample": lambda: self.ours.sample(5), "pickle": lambda: pickle.dumps(self.ours)}
+        if name != "sample" or (self.ours.size() and np.any(getattr(self.ours, "ep_length", 1))):
+            interrupt_at(calls[name], at, code_paths=CODE_PATHS)
+        call_in_thread(self.buffers_are_equal)
 
     @rule(refused=st.sampled_from(REFUSED))
     def fail_to_add(self, refused: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from sb3_ext import (
 )
 from sb3_ext.datasets import read_buffer_episodes
 from tests.dataset_checks import assert_equal_episodes, assert_equal_values, random_episodes, require_minari
-from tests.sb3_ext.buffer_envs import without_logger
+from tests.sb3_ext.buffer_envs import Sprite, without_logger
 
 minari = require_minari()
 
@@ -77,31 +76,12 @@ class Recorder(gymnasium.Wrapper):  # type: ignore[type-arg]
         write_dataset(target, episodes, self.observation_space, self.action_space)
 
 
-class Camera(gymnasium.Env):  # type: ignore[type-arg]
-    """Environment with random images, whose episodes terminate or are truncated."""
-
-    observation_space = PIXELS
-
-    def __init__(self, action_space: Any) -> None:
-        self.action_space, self._rng, self._left = action_space, np.random.default_rng(3), 0
-
-    def _image(self) -> Any:
-        return self._rng.integers(0, 256, PIXELS.shape, dtype=np.uint8)
-
-    def reset(self, **options: Any) -> Any:
-        self._left = int(self._rng.integers(1, 9))
-        return self._image(), {}
-
-    def step(self, action: Any) -> Any:
-        self._left -= 1
-        ended = self._left == 0
-        return self._image(), float(self._rng.normal()), ended and self._rng.random() < 0.5, ended, {}
-
-
 @pytest.mark.parametrize("algorithm", [DQN, SAC])
 def test_buffer_equals_the_one_that_sb3_filled(algorithm: Any) -> None:
     actions = SWITCH if algorithm is DQN else spaces.Box(np.float32([-2, 0]), np.float32([2, 3]))
-    env = Recorder(Camera(actions))
+    sprite = Sprite(channels=3, still=False)
+    sprite.action_space = actions
+    env = Recorder(sprite)
     options = {"buffer_size": 100, "learning_starts": 100, "device": "cpu", "seed": 1}
     model = without_logger(algorithm("CnnPolicy", env, policy_kwargs={"net_arch": [4]}, **options)).learn(60)
     env.write("mine-v0")
@@ -306,23 +286,16 @@ def test_other_spaces_and_sizes_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_examples_of_the_guide_and_the_recipe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_trains_on_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/test_snippets.py runs the guide."""
     docs = Path(__file__).resolve().parents[2] / "docs"
-    guide = re.findall(r"```python\n(.*?)```", (docs / "guides" / "datasets.md").read_text(), re.DOTALL)
     recipe = (docs / "recipes.md").read_text().partition("## Start from a dataset")[2].partition("```python\n")[2]
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    lengths = (200, 90)
     env = gymnasium.make("Pendulum-v1")
-    write_dataset(
-        "pendulum/mine-v0",
-        random_episodes(env.observation_space, env.action_space, lengths),
-        env.observation_space,
-        env.action_space,
-    )
-    for code in (*guide, recipe.partition("```")[0]):
-        for number in ("1_000_000", "100_000", "1_000", "(100)"):
-            code = code.replace(number, {"1_000_000": "2_000", "100_000": "8", "1_000": "2", "(100)": "(2)"}[number])
-        exec(code, {"__name__": "guide"})
-    assert minari.load_dataset("pendulum/mine-v1").total_steps == 290 + 8
-    assert minari.load_dataset("pendulum/mine-v2").total_steps == 290
+    spaces_of_env = env.observation_space, env.action_space
+    write_dataset("pendulum/mine-v0", random_episodes(*spaces_of_env, (200, 90)), *spaces_of_env)
+    code = recipe.partition("```")[0]
+    for number, less in (("1_000_000", "2_000"), ("100_000", "8"), ("1_000", "2"), ("(100)", "(2)")):
+        code = code.replace(number, less)
+    exec(code, {"__name__": "recipe"})

@@ -173,11 +173,6 @@ def test_seeds_make_all_streams_reproducible() -> None:
 # -- isolation
 
 
-def count_builds_here(folder: Path) -> int:
-    """Count the environments that :func:`build_and_record` built in this process."""
-    return sum(path.name.startswith(f"{os.getpid()}-") for path in folder.iterdir())
-
-
 def process_ids(venv: VecEnv) -> list[int]:
     if isinstance(venv, DummyVecEnv):
         return [os.getpid()] * venv.num_envs
@@ -190,33 +185,13 @@ def test_dependent_environments_get_own_processes(variant: Variant, tmp_path: Pa
     folder.mkdir(parents=True)
     venv = make_vec_env(functools.partial(build_and_record, variant("SHARED_GLOBALS"), str(folder)), 3, seed=0)
     assert len(set(process_ids(venv))) == 3
-    assert count_builds_here(folder) == 0
+    assert not list(folder.glob(f"{os.getpid()}-*")), "it was built in this process"
     assert "So each of the 3 has its own process." in venv.isolation_report  # type: ignore[attr-defined]
     venv.reset()
     for _ in range(5):
         venv.step(np.zeros((3, 1)))
     venv.close()
     assert no_workers()
-
-
-def test_fast_independent_environments_share_this_process(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_ext_core.resources.usable_cores", lambda: 2)
-    venv = make_vec_env(variant("GOOD"), 3)
-    assert isinstance(venv, DummyVecEnv)
-    assert "So they share this process: a step of 3 takes" in venv.isolation_report  # type: ignore[attr-defined]
-    venv.close()
-
-
-@pytest.mark.slow
-def test_slow_independent_environments_use_one_process_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_ext_core.resources.usable_cores", lambda: 2)
-    venv = make_vec_env(Slow, 4)
-    assert [process_ids(venv).count(pid) for pid in dict.fromkeys(process_ids(venv))] == [2, 2]
-    assert "So 2 processes share them: a step of 4 takes" in venv.isolation_report  # type: ignore[attr-defined]
-    venv.close()
-    venv = AutoVecEnv([Slow] * 4, n_workers=3)
-    assert len(set(process_ids(venv))) == 3
-    venv.close()
 
 
 @pytest.mark.slow
@@ -355,14 +330,6 @@ def test_wrappers_and_each_different_function_are_probed(variant: Variant) -> No
     venv.close()
 
 
-def test_single_environment_is_not_probed(tmp_path: Path) -> None:
-    venv = make_vec_env(functools.partial(build_and_record, Counting, str(tmp_path)), 1)
-    assert isinstance(venv, DummyVecEnv)
-    assert "only one" in venv.isolation_report  # type: ignore[attr-defined]
-    assert len(list(tmp_path.iterdir())) == count_builds_here(tmp_path) == 1
-    venv.close()
-
-
 def test_errors_for_unknown_ids_derive_from_gymnasiums_and_ours() -> None:
     for env_id, kind in (
         ("NoSuchEnv-v0", gym.error.NameNotFound),
@@ -432,32 +399,49 @@ def test_environments_that_fail_in_probe_stay_in_this_process_with_one_warning(
     assert 'use isolation="process"' in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("n_envs", "n_workers", "isolation", "said"),
-    [
-        (2, None, "in-process", "All environments run in this process, as requested."),
-        (4, 2, "process", "2 processes share the 4 environments, as requested."),
-        (2, 5, "process", "Each has its own process, as requested."),
-        (2, 1, "process", "1 process runs the 2 environments, as requested."),
-        pytest.param(3, 2, "auto", "2 processes share the 3 environments, as requested.", marks=pytest.mark.slow),
-    ],
-)
-def test_explicit_isolation_is_reported_without_a_probe(
-    n_envs: int, n_workers: Any, isolation: Any, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if isolation != "auto":
-        monkeypatch.setattr("sb3_ext.auto_vec_env.probe", None)
-    options = {"start_method": FAST, "n_workers": n_workers} if n_workers else {}
-    venv = make_vec_env(Counting, n_envs, isolation=isolation, vec_env_kwargs=options)
-    assert venv.isolation_report.endswith(said)  # type: ignore[attr-defined]
-    assert len(set(process_ids(venv))) == min(n_workers or 1, n_envs)
-    venv.close()
-
-
 class Declared(Counting):
     """Environment that may share a process with others."""
 
     metadata = {"isolation": "independent"}  # noqa: RUF012
+
+
+# Class, number of environments, arguments, sizes of the processes (None: in this one), and a part of the report.
+LAYOUTS: list[Any] = [
+    (Counting, 1, {}, None, "only one"),
+    (Counting, 2, {"isolation": "in-process"}, None, "All environments run in this process, as requested."),
+    (
+        Counting,
+        4,
+        {"isolation": "process", "n_workers": 2},
+        [2, 2],
+        "2 processes share the 4 environments, as requested.",
+    ),
+    (Counting, 2, {"isolation": "process", "n_workers": 5}, [1, 1], "Each has its own process, as requested."),
+    (Counting, 2, {"isolation": "process", "n_workers": 1}, [2], "1 process runs the 2 environments, as requested."),
+    pytest.param(
+        *(Counting, 3, {"n_workers": 2}, [2, 1], "2 processes share the 3 environments, as requested."),
+        marks=pytest.mark.slow,
+    ),
+    (Counting, 3, {}, None, "So they share this process: a step of 3 takes"),
+    pytest.param(Slow, 4, {}, [2, 2], "So 2 processes share them: a step of 4 takes", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "n_envs", "options", "sizes", "said"), LAYOUTS)
+def test_layout_is_chosen_and_reported(
+    kind: Any, n_envs: int, options: dict[str, Any], sizes: list[int] | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_ext_core.resources.usable_cores", lambda: 2)
+    if ("as requested" in said and "isolation" in options) or n_envs == 1:
+        monkeypatch.setattr("sb3_ext.auto_vec_env.probe", None)
+    options = dict(options)
+    workers = {"start_method": FAST, "n_workers": options.pop("n_workers")} if "n_workers" in options else {}
+    venv = make_vec_env(kind, n_envs, vec_env_kwargs=workers, **options)
+    assert said in venv.isolation_report  # type: ignore[attr-defined]
+    pids = process_ids(venv)
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == ([n_envs] if sizes is None else sizes)
+    assert (os.getpid() in pids) == (sizes is None)
+    venv.close()
 
 
 @pytest.mark.parametrize("n_envs", [1, 2])

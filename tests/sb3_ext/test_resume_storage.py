@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,8 @@ import gymnasium
 import pytest
 from gymnasium.wrappers import TimeAwareObservation, TransformObservation
 from stable_baselines3 import DQN
-from stable_baselines3.common.vec_env import VecFrameStack
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack
 
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import CompressedPrioritizedReplayBuffer, CompressedReplayBuffer, ResumeCallback, make_vec_env, resume
@@ -31,6 +33,13 @@ def same(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
     return TransformObservation(env, lambda observation: observation, None)
 
 
+def other_cart_pole() -> gymnasium.Env[Any, Any]:
+    """Build CartPole-v1 with another id."""
+    spec = copy.deepcopy(gymnasium.spec("CartPole-v1"))
+    spec.id = "OtherPole-v1"
+    return same(Monitor(gymnasium.make(spec)))
+
+
 @pytest.fixture(scope="module")
 def saved_run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("run")
@@ -48,7 +57,17 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         (lambda: cart_pole(), {}, "environment 0 is"),
         (lambda: cart_pole(wrapper_class=TimeAwareObservation), {}, "environment 0 is"),
         (lambda: cart_pole(wrapper_class=wider), {}, "Observation spaces do not match"),
-        (lambda: cart_pole(env_kwargs={"max_episode_steps": 9}, wrapper_class=same), {}, r"TimeLimit\(9\)"),
+        (
+            lambda: cart_pole(env_kwargs={"max_episode_steps": 9}, wrapper_class=same),
+            *({}, r"TimeLimit\(9\) .*: expected .*TimeLimit\(500\) .*DQN\.load\(.*model\.zip', env=env\)"),
+        ),
+        (
+            lambda: cart_pole(env_kwargs={"sutton_barto_reward": True}, wrapper_class=same),
+            *({}, r"CartPoleEnv \('CartPole-v1', sutton_barto_reward=True\): expected .*CartPoleEnv \('CartPole-v1'\)"),
+        ),
+        (lambda: DummyVecEnv([other_cart_pole] * 2), {}, r"\('OtherPole-v1'\): .*\('CartPole-v1'\)"),
+        (lambda: DummyVecEnv([other_cart_pole]), {}, "env has 1 environments: expected 2"),
+        (lambda: None, {}, "env is of type NoneType"),
         (lambda: VecFrameStack(cart_pole(wrapper_class=same), 1), {}, "env has the wrappers"),
         (lambda: cart_pole(wrapper_class=same), {"device": "nothing"}, "device"),
         (lambda: cart_pole(wrapper_class=same), {"custom_objects": {"replay_buffer_kwargs": {}}}, "not in storage_dir"),
@@ -61,7 +80,7 @@ def test_refused_resume_leaves_the_files_of_the_buffer(
         return {path.name: path.read_bytes() for path in (saved_run / "files").rglob("*") if path.is_file()}
 
     before = contents()
-    with pytest.raises((ValueError, RuntimeError), match=message):
+    with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
         resume(saved_run / "saves", build(), **arguments)
     assert contents() == before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +12,31 @@ import numpy as np
 import pytest
 import torch._dynamo  # else optimizers import it during a test, which creates a temporary folder
 from gymnasium import spaces
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from stable_baselines3.common.buffers import RolloutBuffer
-from stable_baselines3.common.vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from tests.sb3_ext.buffer_envs import ROLLOUT, assert_same_batches, dict_env, image_env, sample_batch
+from tests.interrupts import interrupt_at
+from tests.sb3_ext.buffer_envs import (
+    ROLLOUT,
+    TransitionSource,
+    assert_same_batches,
+    call_in_thread,
+    collect_transitions,
+    dict_env,
+    image_env,
+    sample_batch,
+)
 
 ACTIONS = spaces.Discrete(3)
+IMAGE = spaces.Box(0, 255, (3, 8, 8), np.uint8)
+DICT = spaces.Dict(camera=IMAGE, place=spaces.Box(-9, 99, (3,), np.float32))
+CODE_PATHS = ("sb3_ext/", "rl_ext_core/frames/", "_interrupts.py", "common/buffers.py")
+OF_MINIBATCHES = {"seq_start_indices", "pad", "pad_and_flatten"}  # attributes of recurrent buffers
+CODE_PATHS += ("maskable/buffers.py", "recurrent/buffers.py")
 
 
 def make_rollout_buffers(
@@ -31,110 +49,194 @@ def make_rollout_buffers(
     return ours(n_steps, space, actions, *hidden, **more, **options), theirs(n_steps, space, actions, *hidden, **more)
 
 
+def make_step(buffer: Any, obs: Any, rng: np.random.Generator) -> dict[str, Any]:
+    """Return the arguments of a buffer's ``add`` for an observation, with random other values."""
+    n_envs = buffer.n_envs
+    value, log_prob = (torch.from_numpy(rng.standard_normal(n_envs).astype(np.float32)) for _ in range(2))
+    step: dict[str, Any] = {"value": value[:, None], "log_prob": log_prob}
+    if hasattr(buffer, "action_masks") and rng.random() < 0.7:
+        step["action_masks"] = rng.random((n_envs, buffer.mask_dims)) < 0.5
+    if hasattr(buffer, "hidden_states_pi"):
+        state = torch.from_numpy(rng.standard_normal((4, 1, n_envs, 5)).astype(np.float32))
+        step["lstm_states"] = RNNStates((state[0], state[1]), (state[2], state[3]))
+    action = sample_batch(buffer.action_space, n_envs)
+    return {
+        "obs": obs,
+        "action": action,
+        "reward": rng.standard_normal(n_envs),
+        "episode_start": rng.random(n_envs) < 0.2,
+        **step,
+    }
+
+
 def fill_rollouts(buffers: tuple[Any, Any], observations: list[Any], *, seed: int = 0) -> None:
     """Fill both buffers with one rollout, as ``OnPolicyAlgorithm.collect_rollouts`` does."""
     for buffer in buffers:
-        rng, n_envs = np.random.default_rng(seed), buffer.n_envs
+        rng = np.random.default_rng(seed)
         buffer.reset()
         buffer.action_space.seed(seed)
-        for number, obs in enumerate(observations):
-            values, log_prob = (torch.from_numpy(rng.standard_normal(n_envs).astype(np.float32)) for _ in range(2))
-            more: dict[str, Any] = {}
-            if hasattr(buffer, "action_masks") and number % 3:
-                more["action_masks"] = rng.random((n_envs, buffer.mask_dims)) < 0.5
-            if hasattr(buffer, "hidden_states_pi"):
-                state = torch.from_numpy(rng.standard_normal((4, 1, n_envs, 5)).astype(np.float32))
-                more["lstm_states"] = RNNStates((state[0], state[1]), (state[2], state[3]))
-            rest = rng.standard_normal(n_envs), rng.random(n_envs) < 0.2, values[:, None], log_prob
-            buffer.add(obs, sample_batch(buffer.action_space, n_envs), *rest, **more)
-        last = torch.from_numpy(rng.standard_normal((n_envs, 1)).astype(np.float32))
-        buffer.compute_returns_and_advantage(last, rng.random(n_envs) < 0.5)
+        for obs in observations:
+            buffer.add(**make_step(buffer, obs, rng))
+        last = torch.from_numpy(rng.standard_normal((buffer.n_envs, 1)).astype(np.float32))
+        buffer.compute_returns_and_advantage(last, rng.random(buffer.n_envs) < 0.5)
 
 
-def collect_observations(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[Any]:
-    """Return the observations of a rollout, as an algorithm passes them to a buffer."""
-    rng = np.random.default_rng(seed)
-    found = [venv.reset()]
-    for _ in range(n_steps - 1):
-        obs = venv.step(rng.integers(3, size=venv.num_envs))[0]
-        found.append(
-            {key: value.copy() for key, value in obs.items()} if isinstance(obs, dict) else obs.copy(order="K")
+class SameAsUpstream(RuleBasedStateMachine):
+    """State machine that makes the same calls on a compressed rollout buffer and on the original one."""
+
+    ours: Any = None
+
+    @initialize(
+        kind=st.sampled_from([*ROLLOUT]),
+        size=st.integers(1, 12),
+        n_envs=st.integers(1, 3),
+        actions=st.sampled_from([ACTIONS, spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(2)]),
+        codec=st.sampled_from(["raw", "patch"]),
+        channels_last=st.booleans(),
+        seed=st.integers(0, 99),
+    )
+    def begin(
+        self, kind: str, size: int, n_envs: int, actions: Any, codec: str, channels_last: bool, seed: int
+    ) -> None:
+        """Create both buffers, empty."""
+        space: Any = DICT if "dict" in kind else IMAGE
+        self.ours, self.theirs = make_rollout_buffers(kind, size, space, actions, n_envs, codec=codec)
+        self.source = TransitionSource(space, actions, n_envs, channels_last=channels_last)
+        self.size, self.rng = size, np.random.default_rng(seed)
+
+    def _draw_call(self, name: str) -> Callable[[Any], Any]:
+        """Return a call that has the same arguments for both buffers."""
+        if name == "add":
+            step = make_step(self.theirs, self.source.step()[0], self.rng)
+            return lambda buffer: buffer.add(**step)
+        last, dones = self.rng.standard_normal((self.theirs.n_envs, 1)), self.rng.random(self.theirs.n_envs) < 0.5
+        calls: dict[str, Callable[[Any], Any]] = {
+            "reset": lambda buffer: buffer.reset(),
+            "compute": lambda buffer: buffer.compute_returns_and_advantage(torch.from_numpy(last).float(), dones),
+            "get": lambda buffer: list(buffer.get(5)),
+        }
+        return calls[name]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether ``get`` has flattened the arrays."""
+        return bool(self.theirs.generator_ready)
+
+    def _call_both(self, name: str) -> None:
+        call = self._draw_call(name)
+        call(self.ours)
+        call(self.theirs)
+
+    @rule(count=st.integers(1, 8))
+    def add(self, count: int) -> None:
+        """Add steps to both buffers, up to a whole rollout."""
+        for _ in range(min(count, self.size - self.theirs.pos)):
+            self._call_both("add")
+
+    @rule()
+    def reset(self) -> None:
+        self._call_both("reset")
+
+    @precondition(lambda self: self.theirs.full)
+    @rule(batch_size=st.sampled_from([None, 1, 7, 10_000]))
+    def get(self, batch_size: int | None) -> None:
+        """Compute returns unless that was done, and compare minibatches."""
+        if not self.is_flat:
+            self._call_both("compute")
+        assert_same_batches(self.ours, self.theirs, batch_size)
+
+    @rule(name=st.sampled_from(["add", "reset", "compute", "get"]), at=st.integers(1, 250))
+    def interrupt(self, name: str, at: int) -> None:
+        """Interrupt a call. Make it in SB3's buffer only if it took effect."""
+        if (name == "add" and self.theirs.full) or (name in ("compute", "get") and not self.theirs.full):
+            return
+        if name == "compute" and self.is_flat:
+            return
+        call = self._draw_call(name)
+        interrupt_at(lambda: call(self.ours), at, code_paths=CODE_PATHS)
+        try:
+            call_in_thread(self._compare)  # fails if a lock is still held
+        except AssertionError:
+            call(self.theirs)  # the invariant compares again
+
+    @rule(how=st.sampled_from([copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))]))
+    def copy(self, how: Callable[[Any], Any]) -> None:
+        """Continue with a copy, and change the original."""
+        other, self.ours = self.ours, how(self.ours)
+        other.reset()
+
+    @precondition(lambda self: not self.is_flat)
+    @rule()
+    def fail_to_add(self) -> None:
+        """Check that wrong steps are refused."""
+        if self.theirs.full and hasattr(self.theirs, "hidden_states_pi"):
+            return  # sb3-contrib's class raises an IndexError first
+        step = make_step(self.theirs, self.source.step()[0], self.rng)
+        step.pop("action_masks", None)  # sb3-contrib's class writes them before it raises
+        obs, key = step["obs"], "camera" if isinstance(step["obs"], dict) else None
+        image = obs if key is None else obs[key]
+        wrong: list[tuple[Any, type[Exception], str]] = [
+            (image[..., 1:], InvalidArgumentError, r"obs.* has shape .* 7\), expected"),
+            (np.full(image.shape, "black"), InvalidTypeError, "obs.* has dtype <U5"),
+        ]
+        if self.theirs.full:
+            wrong = [
+                (image, InvalidArgumentError, rf"the rollout has {self.size} of {self.size} steps: .* Call reset\(\)")
+            ]
+        else:
+            with pytest.raises(ValueError, match="reshape"):
+                self.ours.add(**{**step, "action": np.zeros(5)})
+        for value, error, text in wrong:
+            with pytest.raises(error, match=text):
+                self.ours.add(**{**step, "obs": value if key is None else {**obs, key: value}})
+
+    @invariant()
+    def buffers_are_equal(self) -> None:
+        if self.ours is not None:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Check that all attributes are equal, except rows that are not filled yet."""
+        rows = slice(None) if self.theirs.full else slice(self.theirs.pos)
+        ours, theirs = (
+            {name: value for name, value in vars(buffer).items() if name not in OF_MINIBATCHES}
+            for buffer in (self.ours, self.theirs)
         )
-    return found
+        assert ours.keys() - {"_observations"} == theirs.keys()
+        for name, value in theirs.items():
+            if isinstance(value, np.ndarray) and name != "observations":
+                np.testing.assert_array_equal(ours[name][rows], value[rows], err_msg=name, strict=True)
+            elif isinstance(value, (int, float)):
+                assert ours[name] == value, name
+        mine, other = ours["observations"], theirs["observations"]
+        for key in other if isinstance(other, dict) else [...]:
+            left, right = (mine[key], other[key]) if isinstance(other, dict) else (mine, other)
+            np.testing.assert_array_equal(np.asarray(left)[rows], right[rows], strict=True)
 
 
-def make_env(kind: str, n_envs: int = 2) -> VecEnv:
-    """Return environments with the observations that a kind of buffer is for."""
-    return dict_env(n_envs) if "dict" in kind else image_env(1, n_envs)
-
-
-@pytest.mark.parametrize("kind", ROLLOUT)
-def test_minibatches_of_every_size_equal_those_of_sb3(kind: str) -> None:
-    n_envs = 1 if kind == "plain" else 3
-    venv = make_env(kind, n_envs)
-    buffers = make_rollout_buffers(kind, 24, venv.observation_space, n_envs=n_envs)
-    for seed in range(2):
-        fill_rollouts(buffers, collect_observations(venv, 24, seed=seed), seed=seed)
-        for batch_size in (None, 1, 7, 10_000) if seed else (7, 7, 48):
-            assert_same_batches(*buffers, batch_size)
-
-
-@pytest.mark.parametrize("actions", [spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(2)], ids=str)
-def test_masks_of_composite_action_spaces_equal_those_of_sb3(actions: Any) -> None:
-    venv = image_env()
-    buffers = make_rollout_buffers("maskable", 24, venv.observation_space, actions)
-    fill_rollouts(buffers, collect_observations(venv, 24))
-    assert_same_batches(*buffers, 7)
+TestSameAsUpstream = SameAsUpstream.TestCase
+TestSameAsUpstream.settings = settings(
+    max_examples=100 if "CI" in os.environ else 20,
+    stateful_step_count=25,
+    phases=(Phase.generate,),  # shrinking takes minutes
+)
 
 
 @pytest.mark.parametrize(("channels", "first", "codec"), [(1, True, "patch"), (3, False, "raw")])
-def test_consecutive_rollouts_equal_those_of_sb3(channels: int, first: bool, codec: str) -> None:
+def test_stacked_images_of_consecutive_rollouts_take_less_memory(channels: int, first: bool, codec: str) -> None:
     venv = image_env(channels, 2, first=first)
     buffers = make_rollout_buffers("plain", 40, venv.observation_space, codec=codec)
     for turn in range(3):
-        fill_rollouts(buffers, collect_observations(venv, 40, seed=turn), seed=turn)
+        fill_rollouts(buffers, [step[0] for step in collect_transitions(venv, 40)], seed=turn)
         assert_same_batches(*buffers, 16)
     assert buffers[0].n_stack == 4
     assert buffers[0].stored_nbytes < buffers[1].observations.nbytes / 2
 
 
-@pytest.mark.parametrize("kind", ["plain", "dict"])
-def test_attributes_equal_those_of_sb3s_buffer(kind: str) -> None:
-    venv = make_env(kind)
-    buffers = make_rollout_buffers(kind, 12, venv.observation_space)
-    for turn in range(2):
-        fill_rollouts(buffers, collect_observations(venv, 12))
-        for _ in range(2):
-            ours, theirs = (vars(buffer) for buffer in buffers)
-            assert ours.keys() - {"_observations"} == theirs.keys()
-            for name, value in theirs.items():
-                if isinstance(value, np.ndarray) and name != "observations":
-                    np.testing.assert_array_equal(ours[name], value, err_msg=name, strict=True)
-            mine, other = ours["observations"], theirs["observations"]
-            for key in other if kind == "dict" else [...]:
-                left, right = (mine[key], other[key]) if kind == "dict" else (mine, other)
-                np.testing.assert_array_equal(np.asarray(left), right, strict=True)
-            list(buffers[0].get(5)), list(buffers[1].get(5))  # flattens the arrays
-        assert turn == 0 or buffers[0].generator_ready
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))])
-@pytest.mark.parametrize("kind", ["plain", "dict"])
-def test_copies_accept_another_rollout(copied: Callable[[Any], Any], kind: str) -> None:
-    venv = make_env(kind)
-    buffers = make_rollout_buffers(kind, 12, venv.observation_space)
-    fill_rollouts(buffers, collect_observations(venv, 12))
-    list(buffers[0].get(5)), list(buffers[1].get(5))
-    ours = copied(buffers[0])
-    assert_same_batches(ours, buffers[1], 5)
-    fill_rollouts((ours, buffers[1]), collect_observations(venv, 12, seed=1))
-    assert_same_batches(ours, buffers[1], 5)
-
-
 def test_other_rows_than_the_next_one_are_refused() -> None:
-    venv = make_env("plain")
+    venv = image_env(1, 2)
     buffers = make_rollout_buffers("plain", 12, venv.observation_space)
-    *steps, other = collect_observations(venv, 11)
+    *steps, other = [step[0] for step in collect_transitions(venv, 11)]
     fill_rollouts(buffers, steps)
     with pytest.raises(InvalidArgumentError, match="step 2 cannot be stored, because the rollout has 10 of 12 steps"):
         buffers[0].observations[2] = other
@@ -143,33 +245,14 @@ def test_other_rows_than_the_next_one_are_refused() -> None:
     np.testing.assert_array_equal(np.asarray(buffers[0].observations), buffers[1].observations)
 
 
-def test_refused_step_leaves_rollout_usable() -> None:
-    venv = image_env()
-    buffers = make_rollout_buffers("plain", 8, venv.observation_space)
-    observations = collect_observations(venv, 8)
-    rest = np.zeros(2), np.zeros(2), np.zeros(2), torch.zeros(2, 1), torch.zeros(2)
-    buffers[0].add(observations[0], *rest)
-    with pytest.raises(InvalidArgumentError, match=r"obs has shape \(2, 4, 36, 35\), expected \(2, 4, 36, 36\)"):
-        buffers[0].add(observations[0][..., 1:], *rest)
-    with pytest.raises(InvalidTypeError, match="obs has dtype <U5"):
-        buffers[0].add(np.full(observations[0].shape, "black"), *rest)
-    with pytest.raises(ValueError, match="reshape"):
-        buffers[0].add(observations[0], np.zeros(5), *rest[1:])
-    assert buffers[0].pos == 1
-    fill_rollouts(buffers, observations)
-    with pytest.raises(InvalidArgumentError, match=r"the rollout has 8 of 8 steps: .* Call reset\(\)"):
-        buffers[0].add(observations[0], *rest)
-    assert_same_batches(*buffers, 5)
-
-
 @pytest.mark.parametrize("kind", ["recurrent", "recurrent dict"])
 def test_like_copies_settings_of_recurrent_buffer(kind: str) -> None:
-    venv = make_env(kind)
+    venv = dict_env() if "dict" in kind else image_env()
     _, theirs = make_rollout_buffers(kind, 24, venv.observation_space)
     ours = ROLLOUT[kind][0].like(theirs, codec="raw")
     assert (ours.gae_lambda, ours.gamma) == (0.9, 0.95)
     assert (ours.codec["image"] if isinstance(ours.codec, dict) else ours.codec) == "raw"
-    fill_rollouts((ours, theirs), collect_observations(venv, 24))
+    fill_rollouts((ours, theirs), [step[0] for step in collect_transitions(venv, 24)])
     assert_same_batches(ours, theirs, 10)
     if kind == "recurrent":
         plain = RolloutBuffer(24, venv.observation_space, ACTIONS)

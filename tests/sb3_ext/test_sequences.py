@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from stable_baselines3 import DQN
-from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
 
@@ -20,10 +18,8 @@ from tests.sb3_ext.buffer_envs import (
     REPLAY,
     TransitionSource,
     collect_transitions,
-    image_env,
     make_buffers,
     make_buffers_for,
-    without_logger,
 )
 from tests.sb3_ext.vec_checks import assert_equal
 
@@ -125,22 +121,6 @@ def assert_same_sequences(
         assert_equal(SequenceSamples(*found[:-2], None, None), SequenceSamples(*expected[:-2], None, None))
         for left, right in zip(found[-2:], expected[-2:], strict=True):
             np.testing.assert_array_equal(left, right, strict=True)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_sequences_end_where_learn_has_reset_the_environment(first: bool) -> None:
-    buffers = []
-    for cls in (CompressedReplayBuffer, ReplayBuffer):
-        model = without_logger(
-            DQN(
-                "CnnPolicy", image_env(1, 1, first=first), buffer_size=60, replay_buffer_class=cls, device="cpu", seed=1
-            )
-        )
-        for _ in range(3):
-            model.learn(17, reset_num_timesteps=False)
-        buffers.append(model.replay_buffer)
-    assert_same_sequences(*buffers, 60, length=20, burn_in=20)
-    assert 0 < buffers[0].sample_sequences(60, 20, 20).episode_starts.sum() < 60
 
 
 @pytest.mark.parametrize("kind", ["plain", "rewards"])

@@ -323,17 +323,6 @@ def test_model_saves_and_loads_replay_buffer(
     assert again.device == torch.device("cpu")
 
 
-def test_copy_of_hindsight_buffer_separates_episodes_with_the_same_first_row() -> None:
-    image, place = SMALL, spaces.Box(-1, 1, (2,), np.float32)
-    goals = spaces.Dict(observation=image, achieved_goal=place, desired_goal=place)
-    ours, theirs = make_buffers("hindsight", 3, goals, THREE_ACTIONS, 1, env=None)
-    source = TransitionSource(goals, THREE_ACTIONS, 1)
-    for done in (False, False, True, False, True):
-        obs, next_obs, action, reward, _, infos = source.step()
-        add_all((ours, theirs), [(obs, next_obs, action, reward, np.array([done]), infos)])
-    assert pickle.loads(pickle.dumps(ours)).ep_length.tolist() == theirs.ep_length.tolist() == [[2], [2], [0]]
-
-
 def make_small_buffers() -> tuple[CompressedReplayBuffer, ReplayBuffer]:
     """Return a compressed replay buffer and SB3's, both with the same transitions."""
     buffers = make_buffers("plain", 20, SMALL, THREE_ACTIONS, codec="raw")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.vector.array_frameworks import map_arrays
 from sb3_ext import GymVecEnv, tensor
 from sb3_ext.tensor import TensorReplayBuffer, TensorVecNormalize
-from tests.sb3_ext.buffer_envs import without_logger
+from tests.sb3_ext.buffer_envs import Sprite, without_logger
 from tests.sb3_ext.tensor_envs import AnySpaces, Points
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -99,15 +101,6 @@ def train_both(name: str, steps: int, make: Callable[[Any], Any] | None = None, 
 # -- weights
 
 
-@pytest.mark.sample(quick=4, ci=10)
-@pytest.mark.parametrize("name", ["PPO", "A2C", "SAC", "TD3"])
-@pytest.mark.parametrize("truncates", [True, False])
-@pytest.mark.parametrize("as_dict", [False, True])
-@pytest.mark.parametrize("normalized", [False, True])
-def test_weights_equal_those_of_sb3(name: str, truncates: bool, as_dict: bool, normalized: bool) -> None:
-    train_both(name, 320, truncates=truncates, as_dict=as_dict, normalized=normalized)
-
-
 BOX, ACTIONS = spaces.Box(-9, 9, (4,), np.float32), spaces.Box(-2, 3, (2,), np.float32)
 IMAGES = spaces.Box(0, 255, (3, 36, 36), np.uint8)
 SPACES = {
@@ -121,13 +114,32 @@ SPACES = {
 }
 
 
-@pytest.mark.sample(quick=3, ci=9)
-@pytest.mark.parametrize("name", ["PPO", "SAC"])
-@pytest.mark.parametrize("key", SPACES)
-def test_weights_of_other_spaces_equal_those_of_sb3(name: str, key: str) -> None:
+def make_any_spaces(module: Any, name: str, key: str) -> Any:
     observations, actions = SPACES[key]
     actions = ACTIONS if name == "SAC" and not isinstance(actions, spaces.Box) else actions
-    train_both(name, 80, lambda module: GymVecEnv(AnySpaces(observations, actions), tensors=module is tensor))
+    return GymVecEnv(AnySpaces(observations, actions), tensors=module is tensor)
+
+
+class Transposed(Points):
+    """Points with transposed observations. Products of matrices add up in the order of their memory.
+
+    gymnasium's vector CartPole transposes, too.
+    """
+
+    def _observe(self) -> Any:
+        found = super()._observe()
+        parts = found if self._as_dict else {"": found}
+        parts = {key: part.t().contiguous().t() for key, part in parts.items()}
+        return parts if self._as_dict else parts[""]
+
+
+def make_transposed(module: Any, *, as_dict: bool) -> Any:
+    return GymVecEnv(Transposed(as_dict=as_dict, num_envs=16), tensors=module is tensor)
+
+
+def make_of_arrays(module: Any, env_id: str, *, normalized: bool) -> Any:
+    env: Any = make_vec_env(env_id, 3, seed=0, env_kwargs=None)
+    return (TensorVecNormalize if module is tensor else VecNormalize)(env) if normalized else env
 
 
 class Extractor(BaseFeaturesExtractor):
@@ -166,41 +178,33 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(quick=4)
+# Algorithm, number of steps, function that makes the environment for a module, and options of the model and of Points.
+WEIGHTS: list[tuple[str, int, Callable[[Any], Any] | None, dict[str, Any]]] = [
+    *(
+        (name, 320, None, {"truncates": truncates, "as_dict": as_dict, "normalized": normalized})
+        for name in ("PPO", "A2C", "SAC", "TD3")
+        for truncates, as_dict, normalized in product([True, False], repeat=3)
+    ),
+    *((name, 80, partial(make_any_spaces, name=name, key=key), {}) for name in ("PPO", "SAC") for key in SPACES),
+    *((name, 120, None, options) for name, options in VARIANTS),
+    *(
+        (name, 320, partial(make_transposed, as_dict=as_dict), {})
+        for name, as_dict in product(["PPO", "SAC"], [True, False])
+    ),
+    *(
+        (name, 700, partial(make_of_arrays, env_id=env_id, normalized=normalized), {})
+        for name, env_id in (("PPO", "Pendulum-v1"), ("SAC", "Pendulum-v1"), ("DQN", "CartPole-v1"))
+        for normalized in (True, False)
+    ),
+]
+
+
+@pytest.mark.sample(quick=14, ci=60)
 @pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
-@pytest.mark.parametrize(("name", "options"), VARIANTS)
-def test_weights_with_options_equal_those_of_sb3(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "steps", "make", "options"), WEIGHTS)
+def test_weights_equal_those_of_sb3(name: str, steps: int, make: Any, options: dict[str, Any]) -> None:
     """Source: https://github.com/mani-skill/ManiSkill/issues/728 (sizes of buffers)."""
-    train_both(name, 120, **copy.deepcopy(options))  # a noise has a state
-
-
-@pytest.mark.parametrize("as_dict", [False, True])
-def test_weights_on_transposed_observations_equal_those_of_sb3(as_dict: bool) -> None:
-    """Products of matrices add up in the order of their memory. gymnasium's vector CartPole transposes, too."""
-
-    class Transposed(Points):
-        def _observe(self) -> Any:
-            found = super()._observe()
-            parts = {key: part.t().contiguous().t() for key, part in (found if as_dict else {"": found}).items()}
-            return parts if as_dict else parts[""]
-
-    for name in ("PPO", "SAC"):
-        train_both(
-            name, 320, lambda module: GymVecEnv(Transposed(as_dict=as_dict, num_envs=16), tensors=module is tensor)
-        )
-
-
-@pytest.mark.sample(quick=2)
-@pytest.mark.parametrize("name", ["PPO", "SAC", "DQN"])
-@pytest.mark.parametrize("normalized", [False, True])
-def test_weights_on_environments_of_arrays_equal_those_of_sb3(name: str, normalized: bool) -> None:
-    def make(module: Any) -> Any:
-        env: Any = make_vec_env("CartPole-v1" if name == "DQN" else "Pendulum-v1", 3, seed=0, env_kwargs=None)
-        if normalized:
-            env = (TensorVecNormalize if module is tensor else VecNormalize)(env)
-        return env
-
-    train_both(name, 700, make)
+    train_both(name, steps, make, **copy.deepcopy(options))  # a noise has a state
 
 
 @pytest.mark.parametrize("options", [{"norm_obs": False}, {"norm_reward": False}, {"norm_obs_keys": ["velocity"]}])
@@ -215,20 +219,9 @@ def test_weights_with_options_of_vec_normalize_equal_those_of_sb3(options: dict[
 
 
 def test_single_environments_are_wrapped_and_their_images_transposed() -> None:
-    class Image(gym.Env[Any, Any]):
-        observation_space = spaces.Box(0, 255, (36, 36, 3), np.uint8)
-        action_space = spaces.Discrete(2)
-
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            super().reset(seed=seed)
-            return self.np_random.integers(0, 255, (36, 36, 3), np.uint8), {}
-
-        def step(self, action: Any) -> Any:
-            return self.reset()[0], float(action), False, bool(self.np_random.integers(4) == 0), {}
-
     options: dict[str, Any] = {"n_steps": 8, "batch_size": 8, "n_epochs": 1, "seed": 0, "device": "cpu"}
     assert_equal_weights(
-        *(without_logger(module.PPO("CnnPolicy", Image(), **options)).learn(16) for module in (tensor, sb3))
+        *(without_logger(module.PPO("CnnPolicy", Sprite(3), **options)).learn(16) for module in (tensor, sb3))
     )
 
 
@@ -365,19 +358,6 @@ def test_environments_in_inference_mode_and_with_gradients(name: str) -> None:
         buffer = model.rollout_buffer if name == "PPO" else model.replay_buffer
         stored = [model._last_obs, env._episode_returns, *vars(buffer).values()]
         assert not any(part.requires_grad for part in stored if isinstance(part, torch.Tensor))
-
-
-def test_steps_do_not_alias_the_environment() -> None:
-    env = make_env(True)
-    env.reset()
-    found, copies = [], []
-    for _ in range(15):
-        *arrays, infos = env.step(torch.zeros(4, 2))
-        found.append((*arrays, infos.dones, infos.truncated, infos.returns, infos.lengths))
-        copies.append([part.clone() for part in found[-1]])
-    for step, copied in zip(found, copies, strict=True):
-        for part, other in zip(step, copied, strict=True):
-            assert torch.equal(part, other)
 
 
 # -- GymVecEnv(tensors=True)

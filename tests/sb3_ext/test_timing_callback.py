@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from stable_baselines3 import PPO
@@ -17,18 +16,10 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import SharedMemoryVecEnv, VecEnvTimingCallback
 from tests.sb3_ext.vec_checks import FAST
-from tests.sb3_ext.vec_test_envs import cart_pole
+from tests.sb3_ext.vec_test_envs import Slow, cart_pole
 
 PPO_OPTIONS = {"n_steps": 16, "batch_size": 16, "n_epochs": 1}
-STEP, UPDATE = 2e-3, 30e-3
-
-
-class SlowEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Environment whose steps take at least ``STEP`` seconds."""
-
-    def step(self, action: Any) -> Any:
-        time.sleep(STEP)
-        return super().step(action)
+STEP, UPDATE = 5e-3, 30e-3  # seconds of a step of Slow, and of an update
 
 
 class Rows(KVWriter):
@@ -59,7 +50,7 @@ def train(kind: type, venv: Any, callback: BaseCallback, timesteps: int, **optio
 
 
 def test_durations_of_environments_rollouts_and_updates_are_logged() -> None:
-    venv = SharedMemoryVecEnv([lambda: SlowEnv(cart_pole())] * 3, FAST)
+    venv = SharedMemoryVecEnv([Slow] * 3, FAST)
     rows = train(PPO, VecNormalize(venv), VecEnvTimingCallback(), 16 * 3 * 3, **PPO_OPTIONS)
     timings = venv.timings
     venv.close()

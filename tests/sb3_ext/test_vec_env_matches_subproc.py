@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import warnings
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -25,19 +27,44 @@ from tests.sb3_ext.vec_test_envs import ACTIONS, OBSERVATIONS, REWARDS, RandomEn
 from tests.worker_servers import cold_server
 
 
-def compare_with_subproc(
-    build: Any, steps: int = 25, n_envs: int = 3, n_workers: int | None = None, **options: Any
-) -> list[Any]:
-    """Check that a rollout equals that of SubprocVecEnv, and return its results."""
-    space = build().action_space
-    space.seed(0)
-    actions = [action_of(space, n_envs) for _ in range(steps)]
-    with open_vec_env_pair([build] * n_envs, n_workers=n_workers, **options) as (ours, theirs):
-        assert (ours.observation_space, ours.action_space) == (theirs.observation_space, theirs.action_space)
-        seen = rollout(ours, actions)
-        assert_equal(seen, rollout(theirs, actions))
-        assert_equal(ours.env_method("all_given"), theirs.env_method("all_given"), "what the environments keep")
-    return seen
+class MarkWrapper(gym.Wrapper[Any, Any, Any, Any]):
+    """Wrapper with the attribute ``mark``."""
+
+    mark = 3
+
+
+def make_wrapped_env(*arguments: Any, **options: Any) -> gym.Env[Any, Any]:
+    """Make a RandomEnv with three wrappers."""
+    return MarkWrapper(gym.wrappers.TimeLimit(Monitor(RandomEnv(*arguments, **options)), 7))
+
+
+def draw_call(rng: np.random.Generator, space: spaces.Space[Any], n_envs: int) -> Callable[[VecEnv], Any]:
+    """Draw a call of a VecEnv with random arguments."""
+    number = int(rng.integers(99))
+    indices: Any = [None, int(rng.integers(-n_envs, n_envs)), range(n_envs), rng.integers(0, n_envs, 4).tolist(), []][
+        rng.integers(5)
+    ]
+    options = [{"level": number}, [{"level": index} for index in range(n_envs)]][rng.integers(2)]
+    values = ("one", [1, number])[rng.integers(2)]
+    kind = (Monitor, MarkWrapper, gym.wrappers.TimeLimit, gym.Wrapper, RandomEnv)[rng.integers(5)]
+    name = ("label", "mark", "action_space", "render_mode")[rng.integers(4)]
+    calls: list[Callable[[VecEnv], Any]] = [
+        lambda venv: (venv.seed(number), venv.reset(), venv.reset_infos),
+        lambda venv: (venv.set_options(options), venv.reset(), venv.reset_infos, venv.reset(), venv.reset_infos),
+        lambda venv: venv.set_attr("label", values, indices=indices),
+        lambda venv: venv.get_attr(name, indices=indices),
+        lambda venv: venv.env_method("double", number, plus=1, indices=indices),
+        lambda venv: venv.env_is_wrapped(kind, indices=indices),
+        lambda venv: [
+            venv.has_attr(each) for each in ("label", "given", "nothing") if hasattr(SubprocVecEnv, "has_attr")
+        ],
+        lambda venv: (venv.get_images(), venv.render(), venv.render("rgb_array"), venv.render_mode, venv.metadata),
+        lambda venv: (venv.num_envs, venv.unwrapped is venv, venv.observation_space, venv.action_space),
+    ]
+    if rng.random() < 0.3:
+        return calls[rng.integers(len(calls))]
+    action = action_of(space, n_envs)
+    return lambda venv: [*venv.step(copy.deepcopy(action)), venv.reset_infos]
 
 
 # Every kind of observation, action and reward; each reward with and without infos.
@@ -53,19 +80,36 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(quick=3, ci=14)
+@pytest.mark.sample(quick=4, ci=14)
 @pytest.mark.parametrize(("observations", "actions", "rewards", "infos", "n_workers"), CASES)
-def test_rollouts_equal_those_of_subproc_vec_env(
+def test_random_calls_equal_those_of_subproc_vec_env(
     observations: str, actions: str, rewards: str, infos: bool, n_workers: int | None
 ) -> None:
-    seen = compare_with_subproc(
-        functools.partial(RandomEnv, observations, actions, rewards, infos=infos), n_workers=n_workers
-    )
-    dones = np.array([step[2] for step in seen[2:]])
-    assert 0 < dones.sum() < dones.size
-    all_infos = [info for step in seen[2:] for info in step[3]]
-    assert {info["TimeLimit.truncated"] for info in all_infos} == {True, False}
-    assert any("terminal_observation" in info for info in all_infos)
+    """Results do not change later, and environments receive the same actions."""
+    build = functools.partial(make_wrapped_env, observations, actions, rewards, infos=infos)
+    rng, space = np.random.default_rng(0), build().action_space
+    space.seed(0)
+    calls = [lambda venv: (venv.seed(5), venv.reset(), venv.reset_infos)]
+    calls += [draw_call(rng, space, 3) for _ in range(60)]
+    with open_vec_env_pair([build] * 3, n_workers=n_workers) as (ours, theirs):
+        kept = [call(ours) for call in calls]
+        copies = copy.deepcopy(kept)
+        for number, (found, call) in enumerate(zip(kept, calls, strict=True)):
+            assert_equal(without_times(found), without_times(call(theirs)), f"call {number}")
+        assert_equal(kept, copies, "what the caller keeps")
+        assert_equal(ours.env_method("all_given"), theirs.env_method("all_given"), "what the environments keep")
+    steps = [found for found in kept if isinstance(found, list) and len(found) == 5]
+    assert 0 < np.sum([step[2] for step in steps]) < 3 * len(steps)
+    assert {info["TimeLimit.truncated"] for step in steps for info in step[3]} == {True, False}
+
+
+def without_times(value: Any) -> Any:
+    """Return a result without the times of the episodes."""
+    if isinstance(value, (list, tuple)):
+        return [without_times(part) for part in value]
+    if isinstance(value, dict):
+        return {key: without_times(part) for key, part in value.items() if key != "t"}
+    return value
 
 
 @pytest.mark.parametrize(
@@ -79,18 +123,6 @@ def test_actions_of_other_dtypes_and_shapes_arrive_unchanged(space: str, actions
     with open_vec_env_pair([functools.partial(RandomEnv, actions=space)] * 3, n_workers=2) as (ours, theirs):
         assert_equal(rollout(ours, actions), rollout(theirs, actions))
         assert_equal(ours.env_method("all_given"), theirs.env_method("all_given"))
-
-
-def test_seeds_and_options_apply_to_next_reset_only() -> None:
-    with open_vec_env_pair([RandomEnv] * 3, n_workers=2) as (ours, theirs):
-        for venv in (ours, theirs):
-            assert venv.seed(4) == [4, 5, 6]
-            venv.set_options([{"level": 1}, {}, {"level": 3}])
-        assert_equal(ours.reset(), theirs.reset())
-        assert_equal(ours.reset_infos, theirs.reset_infos)
-        assert ours.reset_infos[0] == {"seed": 4, "options": {"level": 1}}
-        ours.reset()
-        assert ours.reset_infos == [{"seed": None, "options": None}] * 3
 
 
 @pytest.mark.parametrize(
@@ -119,53 +151,6 @@ def test_observations_of_other_dtypes_equal_those_of_dummy_vec_env(space: Any, o
     said = [str(one.message).partition(", cannot hold")[0] for one in caught if one.category is UserWarning]
     text = f"environment 0 returns observations with values that the dtype of its observation space, {space}"
     assert said == ([] if fits else [text])
-
-
-# -- other methods
-
-
-class MarkWrapper(gym.Wrapper[Any, Any, Any, Any]):
-    """Wrapper with the attribute ``mark``."""
-
-    mark = 3
-
-
-def make_wrapped_env() -> gym.Env[Any, Any]:
-    """Make a RandomEnv with three wrappers."""
-    return MarkWrapper(gym.wrappers.TimeLimit(Monitor(RandomEnv()), 7))
-
-
-def call_methods(venv: VecEnv) -> list[Any]:
-    """Call all other methods of a VecEnv, and return the results."""
-    venv.set_attr("label", "one", indices=1)
-    venv.set_attr("level", [1, 2])
-    venv.seed(1)
-    venv.reset()
-    return [
-        venv.get_attr("label"),
-        venv.get_attr("level", indices=[2, 0]),
-        venv.get_attr("label", indices=-1),
-        venv.get_attr("mark", indices=range(2)),
-        [venv.has_attr(name) for name in ("label", "given", "nothing") if hasattr(SubprocVecEnv, "has_attr")],
-        venv.env_method("double", 4, plus=1),
-        venv.env_method("double", 4, indices=[2, 2, 1, -3]),
-        venv.env_method("double", 4, indices=[]),
-        venv.get_attr("action_space"),
-        [venv.env_is_wrapped(kind) for kind in (Monitor, MarkWrapper, gym.wrappers.TimeLimit, gym.Wrapper, RandomEnv)],
-        venv.env_is_wrapped(MarkWrapper, indices=0),
-        venv.get_images(),
-        venv.render(),
-        venv.render("rgb_array"),
-        venv.render_mode,
-        venv.metadata,
-        venv.num_envs,
-        venv.unwrapped is venv,
-    ]
-
-
-def test_methods_return_results_of_subproc_vec_env() -> None:
-    with open_vec_env_pair([make_wrapped_env] * 3, n_workers=2) as (ours, theirs):
-        assert_equal(call_methods(ours), call_methods(theirs))
 
 
 def test_workers_import_neither_torch_nor_stable_baselines3() -> None:

@@ -57,23 +57,6 @@ def test_episode_of_replaced_worker_is_truncated_with_last_observation(how: str,
     assert no_workers()
 
 
-def test_all_environments_of_replaced_worker_are_truncated() -> None:
-    venv = SharedMemoryVecEnv([Counting] * 5, FAST, n_workers=2, **RESTARTING)
-    venv.reset()
-    before = venv.step(np.zeros(5, np.int64))[0]
-    pids = venv.env_method("pid")
-    kill_worker(venv, 4)
-    after, _, dones, infos = venv.step(np.zeros(5, np.int64))
-    alike = [pid == pids[4] for pid in pids]
-    assert 2 <= sum(alike) <= 3
-    assert dones.tolist() == alike
-    for index in np.flatnonzero(alike):
-        np.testing.assert_array_equal(infos[index]["terminal_observation"], before[index])
-    assert [pid == old for pid, old in zip(venv.env_method("pid"), pids, strict=True)] == [not one for one in alike]
-    assert (after[:, 0] == 0).tolist() == alike
-    venv.close()
-
-
 @pytest.mark.slow
 def test_answering_workers_do_not_time_out_while_another_is_replaced(tmp_path: Path) -> None:
     class SlowToBuild(FailingOnce):

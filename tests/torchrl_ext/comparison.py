@@ -11,6 +11,8 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
+from tests.torchrl_ext.environments import DictWalk, WalkWithoutInfos
+
 Make = Callable[[], Any]
 
 
@@ -76,3 +78,15 @@ def make_vector_env(
         # TorchRL sets the start method to spawn, with which each worker spends seconds on imports.
         kind = partial(gymnasium.vector.AsyncVectorEnv, context="fork")
     return kind([makers[row % len(makers)] for row in range(count)], autoreset_mode=mode, **kwargs)
+
+
+STAGGERED_PAIR: list[Make] = [partial(WalkWithoutInfos, length, length) for length in (3, 5)]
+# Small environments and batches, by kind. Upstream does not support NextStep.
+INNER: dict[str, Callable[[], Any]] = {
+    "single": partial(WalkWithoutInfos, 3, 3),
+    "nested": partial(DictWalk, 3, 3),
+    "Disabled": partial(make_vector_env, STAGGERED_PAIR, 2, "Disabled"),
+    "SameStep": partial(make_vector_env, STAGGERED_PAIR, 2, "SameStep"),
+    "nested, Disabled": partial(make_vector_env, DictWalk, 2, "Disabled"),
+    "NextStep": partial(make_vector_env, STAGGERED_PAIR, 2, "NextStep"),
+}

@@ -131,24 +131,29 @@ class InPlaceInfoWalk(BoxInfoWalk):
 
 
 class SamplingEnv(gymnasium.Env[Any, Any]):
-    """Environment of any two spaces that samples observations and records its actions."""
+    """Environment of any two spaces that samples observations, and records them and its actions."""
 
     def __init__(self, observation_space: Any, action_space: Any, length: int = 5) -> None:
         self.observation_space, self.action_space, self.length = observation_space, action_space, length
         self.received: list[Any] = []
+        self.returned: list[Any] = []
         observation_space.seed(0)
+
+    def _sample(self) -> Any:
+        self.returned.append(self.observation_space.sample())
+        return self.returned[-1]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         if seed is not None:
             self.observation_space.seed(seed)
         self.step_count = 0
-        return self.observation_space.sample(), {}
+        return self._sample(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.received.append(action)
         self.step_count += 1
-        return self.observation_space.sample(), 1.5, self.step_count % self.length == 0, False, {}
+        return self._sample(), 1.5, self.step_count % self.length == 0, False, {}
 
 
 class WalkWithoutInfos(Walk):
@@ -335,15 +340,15 @@ class SameStep:
 
     An observation's place contains the row, the episode and the step. Its kind is the sum of row and step.
 
-    :param form: ``"batch"``, ``"rows"`` (of finished episodes), ``"objects"``, ``"list"``, ``"infos"`` (a list of
-        infos), or None.
+    :param form: ``"batch"``, ``"masks"`` (a batch with gymnasium's mask ``"_key"`` for each ``"key"``), ``"rows"`` (of
+        finished episodes), ``"objects"``, ``"list"``, ``"infos"`` (a list of infos), or None.
     :param nested: Whether observations are nested Dicts.
     :param name: Key of final observations in infos.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": "SameStep"}
     render_mode = None
-    FORMS = ("batch", "rows", "objects", "list", "infos")
+    FORMS = ("batch", "masks", "rows", "objects", "list", "infos")
 
     def __init__(
         self,
@@ -399,7 +404,10 @@ class SameStep:
     def final_observations(self, rows: list[int]) -> Any:
         if self.form == "batch":
             return self.observation(slice(None))
-        if self.form == "rows":
+        if self.form == "masks" and self.nested:
+            mask, batch = np.isin(np.arange(self.num_envs), rows), self.observation(slice(None))
+            return {**batch, "inner": {**batch["inner"], "_place": mask}, "_inner": mask, "_kind": mask}
+        if self.form in ("rows", "masks"):
             return self.observation(rows)
         each = [self.single_observation(row) if row in rows else None for row in range(self.num_envs)]
         if self.form == "list":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from torchrl import envs as upstream
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import check_env_specs, default_info_dict_reader
@@ -16,7 +14,7 @@ from torchrl.envs import check_env_specs, default_info_dict_reader
 from rl_ext_core.errors import EnvironmentOutputError
 from tests.sb3_ext.tensor_envs import Points
 from tests.torchrl_ext.comparison import assert_same_rollouts, make_vector_env, tensors
-from tests.torchrl_ext.environments import IsaacByIds, SameStep, Walk
+from tests.torchrl_ext.environments import FaultyWalk, IsaacByIds, SameStep, Walk
 from torchrl_ext import GymWrapper
 
 libraries = pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
@@ -122,30 +120,6 @@ def test_errors_name_malformed_final_observations(name: str) -> None:
     check_chain(env.rollout(9, break_when_any_done=False), place_key(nested))
 
 
-def test_final_observations_with_gymnasium_masks_are_read() -> None:
-    # gymnasium turns infos that are dicts into dicts of arrays, with a mask "_key" for each "key".
-    env = SameStep([2, 3], "batch", nested=True)
-    final = env.final_observations
-
-    def final_with_masks(rows: list[int]) -> Any:
-        mask, batch = np.isin(np.arange(2), rows), final(rows)
-        return {**batch, "inner": {**batch["inner"], "_place": mask}, "_inner": mask, "_kind": mask}
-
-    env.final_observations = final_with_masks  # type: ignore[method-assign]
-    check_chain(wrap(env).rollout(9, break_when_any_done=False), ("inner", "place"))
-
-
-def test_final_observations_of_integers_stay_integers_and_fractions_are_rejected() -> None:
-    inner: Any = SameStep([3, 3], "objects")
-    inner.single_observation_space = spaces.Box(-9999, 9999, (3,), np.int64)
-    observation, final = inner.observation, inner.final_observations
-    inner.observation = lambda rows: observation(rows).astype(np.int64)
-    assert wrap(inner).rollout(9, break_when_any_done=False)["next", "observation"].dtype is torch.int64
-    inner.final_observations = lambda rows: [np.full(3, 0.5) for _ in final(rows)]
-    with pytest.raises(EnvironmentOutputError, match=r"final_obs observation.*float64, which loses"):
-        wrap(inner).rollout(9, break_when_any_done=False)
-
-
 def test_missing_final_obs_raises_on_the_gpu_code_path() -> None:
     env = wrap(SameStep([3, 3], None), missing_final_obs="error", finds_done_rows=False)
     assert env.rollout(2).shape == (2, 2)
@@ -171,21 +145,6 @@ def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bo
     check_chain(rollout)
 
 
-def test_final_observations_of_renamed_keys_and_of_keys_that_look_like_masks() -> None:
-    class StateWalk(Walk):
-        """``Walk`` with a key that TorchRL renames to ``observation``, and one of the form of gymnasium's masks."""
-
-        observation_space = spaces.Dict(state=Walk.observation_space, _state=spaces.Box(-9, 9, (2,), np.float32))  # type: ignore[assignment]
-
-        def observation(self) -> Any:
-            return {"state": super().observation(), "_state": np.full(2, self.step_count, np.float32)}
-
-    env = GymWrapper(make_vector_env([partial(StateWalk, 2, 2), partial(StateWalk, 5, 5)], 2, "SameStep"))
-    rollout = env.rollout(12, break_when_any_done=False)
-    assert torch.equal(rollout["next", "observation"][..., 1], rollout["observation"][..., 1] + 1)
-    assert torch.equal(rollout["next", "_state"][..., 0], rollout["next", "observation"][..., 1])
-
-
 # -- tests of infos in the data. tests/test_stepper.py compares them with those of single environments
 
 LONG = {"age": Unbounded((), dtype=torch.int64), "length": Unbounded((), dtype=torch.int64)}
@@ -194,17 +153,6 @@ LONG = {"age": Unbounded((), dtype=torch.int64), "length": Unbounded((), dtype=t
 def make_reader() -> Any:
     """Make TorchRL's info reader for a single environment."""
     return default_info_dict_reader(list(LONG), spec=LONG)
-
-
-class ResetInfos(Walk):
-    """``Walk`` with other infos at resets."""
-
-    def __init__(self, reset_info: Any) -> None:
-        super().__init__(5, 5)
-        self.reset_info = reset_info
-
-    def reset(self, **kwargs: Any) -> Any:
-        return super().reset(**kwargs)[0], self.reset_info
 
 
 def test_one_reader_serves_several_environments() -> None:
@@ -237,9 +185,10 @@ def test_custom_info_reader_gets_infos_without_final_entries() -> None:
 @pytest.mark.parametrize("reset_info", [None, {}])
 def test_infos_missing_at_single_resets_are_zero(reset_info: Any) -> None:
     ours, theirs = (
-        cls(ResetInfos(reset_info)).set_info_dict_reader(make_reader()) for cls in (GymWrapper, upstream.GymWrapper)
+        cls(FaultyWalk(reset=lambda pair: (pair[0], reset_info))).set_info_dict_reader(make_reader())
+        for cls in (GymWrapper, upstream.GymWrapper)
     )
-    rollout = assert_same_rollouts(ours, theirs, 30)
+    rollout = assert_same_rollouts(ours, theirs, 90)
     assert (rollout["age"][rollout["observation"][:, 1] == 0] == 0).all()
 
 

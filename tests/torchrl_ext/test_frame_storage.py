@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,10 @@ from rl_ext_core.errors import (
     DeviceUnavailableError,
     InvalidArgumentError,
     InvalidTypeError,
-    NotCopyableError,
     OutOfMemoryError,
 )
 from rl_ext_core.frames.log import FrameLog
+from tests.forks import result_in_fork
 from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Twins, Videos, assert_same, make_transitions
 from torchrl_ext import FrameStorage, GymWrapper
 
@@ -225,22 +224,6 @@ def test_missing_gpu_is_refused_before_data_is_collected(device: Any) -> None:
         FrameStorage(10, device=device)
 
 
-def test_max_value_writer_does_not_count_refused_elements() -> None:
-    def extend(n: int, rank: float, side: int = 32) -> None:
-        """Add ``n`` elements of one rank, with images of one size."""
-        pixels = torch.full((n, side, side), int(rank), dtype=torch.uint8)
-        buffer.extend(TensorDict({"rank": torch.full((n,), rank), "pixels": pixels}, [n]))
-
-    writer = TensorDictMaxValueWriter(rank_key="rank")
-    buffer = TensorDictReplayBuffer(storage=FrameStorage(6), batch_size=2, writer=writer)
-    extend(4, 1.0)
-    with pytest.raises(InvalidArgumentError, match="nothing was stored"):
-        extend(4, 5.0, side=16)
-    for rank in (2.0, 3.0, 4.0, 6.0):
-        extend(2, rank)
-    assert buffer[:]["rank"].tolist() == buffer[:]["pixels"][:, 0, 0].tolist() == [3, 3, 4, 4, 6, 6]
-
-
 def test_exhausted_memory_refuses_elements_and_keeps_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_out_of_memory(*_: Any) -> Any:
         """Raise as if there were no memory for another segment."""
@@ -258,23 +241,13 @@ def test_exhausted_memory_refuses_elements_and_keeps_the_old_ones(monkeypatch: p
     assert torch.equal(storage[15:45]["pixels"].clone(), noise["pixels"])
 
 
-def _report_refusal(storage: FrameStorage, messages: Any) -> None:
-    """Write to a storage in a forked process, and send the error's text to the parent."""
-    try:
-        storage.set(0, make_transitions(1)[0])
-    except NotCopyableError as error:
-        messages.put(str(error))
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_forked_child_cannot_use_the_storage() -> None:
-    storage, context = FrameStorage(8), multiprocessing.get_context("fork")
+    storage = FrameStorage(8)
     storage.set(range(5), make_transitions(5))
-    messages = context.Queue()
-    child = context.Process(target=_report_refusal, args=(storage, messages))
-    child.start()
-    assert "this process was forked" in messages.get(timeout=100)
-    child.join(60)
+    found = result_in_fork(lambda: storage.set(0, make_transitions(1)[0]))
+    assert found.startswith("NotCopyableError")
+    assert "this process was forked" in found
     assert_same(storage[:], make_transitions(5).to("cpu"))
 
 

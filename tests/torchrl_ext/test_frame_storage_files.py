@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import gc
 import io
 import json
@@ -60,23 +59,57 @@ def _through_dumps(buffer: Any, size: int, tmp_path: Path) -> Any:
 WAYS = [_through_state_dict, _through_dumps]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("ndim", "n_batches"), [(1, 2), (1, 3), (2, 3)])
-def test_full_buffer_cannot_continue_in_a_larger_one(way: Any, n_batches: int, ndim: int, tmp_path: Path) -> None:
-    buffer = make_buffer(80, ndim=ndim)
-    for _ in range(n_batches):
-        data = Videos(2).collect(20)
-        buffer.extend(data.clone() if ndim == 2 else data.reshape(-1))
-    more = data[:, :3].clone() if ndim == 2 else data.reshape(-1)[:3]
-    loaded = way(buffer, 100, tmp_path)
-    with pytest.raises(
-        InvalidArgumentError, match=r"elements were loaded into FrameStorage\(100\).* FrameStorage\(80\)"
-    ):
-        loaded.extend(more)
-    assert_same(loaded[:], buffer[:])
-    loaded = way(buffer, 80, tmp_path)
+# Numbers of steps of two environments, the size of the storage that loads them, and what is refused.
+LOADED: list[tuple[list[int], int, str]] = [
+    ([], 80, ""),
+    ([25], 80, ""),
+    ([20, 20], 80, ""),
+    ([20, 20, 20], 80, ""),
+    ([25], 100, ""),
+    ([20, 20], 100, "to continue"),
+    ([20, 20, 20], 100, "to continue"),
+    ([25], 20, "to load"),
+]
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize(
+    ("way", "steps", "other", "refused"),
+    [
+        *((way, *case) for way in WAYS for case in LOADED),
+        *((lambda buffer, *_: copy.deepcopy(buffer), *case) for case in LOADED if case[1] == 80),
+    ],
+)
+def test_contents_are_loaded_if_they_fit_and_continue_unless_the_ring_was_full(
+    way: Any, ndim: int, steps: list[int], other: int, refused: str, tmp_path: Path
+) -> None:
+    buffer, videos = make_buffer(80, ndim=ndim), Videos(2)
+
+    def collect(n: int) -> Any:
+        data = videos.collect(n)
+        return data if ndim == 2 else data.reshape(-1)
+
+    if not steps:
+        buffer.extend(collect(20))
+        buffer.empty()
+    for n in steps:
+        buffer.extend(collect(n))
+    if refused == "to load":
+        with pytest.raises(InvalidArgumentError, match=r"50 elements .* do not fit into FrameStorage\(20"):
+            way(buffer, other, tmp_path)
+        return
+    loaded, more = way(buffer, other, tmp_path), collect(3)
+    assert len(loaded) == len(buffer)
+    if steps:
+        assert_same(loaded[:], buffer[:])
+    if refused == "to continue":
+        text = r"elements were loaded into FrameStorage\(100\).* FrameStorage\(80\)"
+        with pytest.raises(InvalidArgumentError, match=text):
+            loaded.extend(more)
+        assert_same(loaded[:], buffer[:])
+        return
     for each in (buffer, loaded):
-        each.extend(more)
+        each.extend(more.clone())
     assert_same(loaded[:], buffer[:])
 
 
@@ -93,38 +126,12 @@ def test_loaded_storage_continues_after_its_elements(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_saved_contents_load_into_any_storage_they_fit_into(way: Any, tmp_path: Path) -> None:
-    for size, other in ((50, 80), (1, 1)):
-        buffer = make_buffer(min(2 * size, other))
-        buffer.extend(make_transitions(size))
-        loaded = way(buffer, other, tmp_path)
-        assert_same(loaded[:], buffer[:])
-        loaded.extend(make_transitions(40))
-        assert len(loaded) == other
-    buffer = make_buffer(50)
-    buffer.extend(make_transitions(50))
-    with pytest.raises(InvalidArgumentError, match=r"50 elements .* do not fit into FrameStorage\(20"):
-        way(buffer, 20, tmp_path)
+def test_places_beyond_the_size_are_loaded(way: Any, tmp_path: Path) -> None:
     buffer = make_buffer(100, ndim=2)  # 105 places, because of 7 environments
     for _ in range(4):
         buffer.extend(Videos(5).collect(7).transpose(0, 1).contiguous())
     loaded = way(buffer, 100, tmp_path)
     assert len(loaded) == len(buffer) > 100
-    assert_same(loaded[:], buffer[:])
-
-
-@pytest.mark.parametrize("way", [*WAYS, lambda buffer, *_: copy.deepcopy(buffer)])
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_emptied_storage_is_saved_and_copied(way: Any, ndim: int, tmp_path: Path) -> None:
-    buffer = make_buffer(60, ndim=ndim)
-    data = Videos(2).collect(20)
-    data = data if ndim == 2 else data.reshape(-1)
-    buffer.extend(data.clone())
-    buffer.empty()
-    loaded = way(buffer, 60, tmp_path)
-    assert len(loaded) == 0
-    for each in (buffer, loaded):
-        each.extend(data.clone())
     assert_same(loaded[:], buffer[:])
 
 
@@ -236,21 +243,6 @@ def test_folder_with_incomplete_files_is_reused(tmp_path: Path, monkeypatch: pyt
     assert {path.name for path in tmp_path.iterdir()} <= {"lock", "store.json.new"}
     buffer.extend(make_transitions(20))
     assert len(buffer) == 20
-
-
-def test_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = FrameStorage(150, storage_dir=tmp_path)
-    storage.set(range(20), make_transitions(20))
-
-    def raise_disk_full(*_: Any) -> None:
-        """Raise the error of a full disk."""
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", raise_disk_full)
-        with pytest.raises(StorageError, match="No space left on device"):
-            storage.set(range(20, 120), Videos(100, seed=3).collect(1).reshape(-1))  # share no frames
-    assert_same(storage[:].clone(), make_transitions(20).to("cpu"))
 
 
 @pytest.mark.parametrize("options", [{"size": 200}, {"codec": "raw"}, {"ndim": 2}, {"pixels": ["pixels"]}])

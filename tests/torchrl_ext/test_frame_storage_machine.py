@@ -176,10 +176,11 @@ class SameAsUpstream(RuleBasedStateMachine):
         if len(self.theirs) == 0:
             self._extend_both(self._collect_data(1))
 
-    @precondition(lambda self: not self.keeps_best)
     @rule(wrong=st.sampled_from(sorted(MISFITS)))
     def extend_by_misfits(self, wrong: str) -> None:
         """Add data that do not fit to our buffer, which must refuse them without an effect."""
+        if self.keeps_best and wrong in ("missing", "shape"):
+            return  # TorchRL's writer reads this entry first
         data = self._collect_data(2)
         key = next(key for key in data.keys(True, True) if "pixels" in key)
         with pytest.raises(RlExtError, match=r"nothing was stored.* (Use|Add|Write) "):

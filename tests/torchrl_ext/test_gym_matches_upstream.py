@@ -33,7 +33,7 @@ from torchrl.envs import (
 )
 from torchrl.envs import transforms as t
 
-from tests.torchrl_ext.comparison import assert_same, assert_same_rollouts, make_vector_env, seeded_rollout
+from tests.torchrl_ext.comparison import INNER, assert_same, assert_same_rollouts, make_vector_env, seeded_rollout
 from tests.torchrl_ext.environments import STAGGERED, DictWalk, SamplingEnv, VectorRewards, Walk, WalkWithoutInfos, box
 from torchrl_ext import GymEnv, GymWrapper
 
@@ -73,28 +73,6 @@ def make_pong() -> Any:
     return FrameStackObservation(AtariPreprocessing(env, noop_max=5), 4)
 
 
-class TextWalk(Walk):
-    """``Walk`` whose Dict observations contain a text."""
-
-    observation_space = spaces.Dict(place=spaces.Box(-np.inf, np.inf, (4,), np.float32), mission=spaces.Text(10))  # type: ignore[assignment]
-
-    def observation(self) -> Any:
-        return {"place": super().observation(), "mission": f"go {self.step_count}"}
-
-
-class MaskedWalk(Walk):
-    """``Walk`` whose action mask allows only the action 2."""
-
-    observation_space = spaces.Dict(o=box(2), action_mask=spaces.MultiBinary(3))  # type: ignore[assignment]
-
-    def observation(self) -> Any:
-        return {"o": np.zeros(2, np.float32), "action_mask": np.array([0, 0, 1], np.int8)}
-
-    def step(self, action: Any) -> Any:
-        assert action == 2
-        return super().step(action)
-
-
 pendulum = by_id("Pendulum-v1")
 cartpole, cheetah = partial(gymnasium.make, "CartPole-v1"), partial(gymnasium.make, "HalfCheetah-v5")
 short_cheetah = partial(cheetah, max_episode_steps=40)
@@ -126,12 +104,8 @@ CASES: dict[str, Build] = {
     ),
     "nested, cut": nested,
     "frame skip as a transform": with_transforms(wrapping(partial(Walk, 6, 20)), partial(FrameSkipTransform, 2)),
-    "text": wrapping(TextWalk),
-    "a mask": with_transforms(
-        wrapping(MaskedWalk),
-        partial(t.DTypeCastTransform, torch.int8, torch.bool, in_keys=["action_mask"]),
-        t.ActionMask,
-    ),
+    "text": wrapping(partial(SamplingEnv, spaces.Dict(place=box(4), mission=spaces.Text(9)), spaces.Discrete(3))),
+    "texts alone": wrapping(partial(SamplingEnv, spaces.Text(5), spaces.Text(5))),
     "actions, discretized": with_transforms(pendulum, partial(t.ActionDiscretizer, 5)),
     "actions, scaled": with_transforms(pendulum, t.ActionScaling),
     "actions, several": with_transforms(pendulum, partial(t.MultiAction, stack_rewards=False)),
@@ -184,95 +158,12 @@ def test_collected_data_equals_upstream(name: str) -> None:
         assert_same(one, other)
 
 
-# -- spaces of observations and actions
-
-SPACES: dict[str, Any] = {
-    "scalar": box(),
-    "float64": box(2, dtype=np.float64),
-    "image": spaces.Box(0, 255, (4, 4, 3), np.uint8),
-    "int8": spaces.Box(-5, 5, (2,), np.int8),
-    "bool": spaces.Box(0, 1, (2,), bool),
-    "Discrete": spaces.Discrete(4),
-    "MultiDiscrete": spaces.MultiDiscrete([3, 4]),
-    "MultiDiscrete, a matrix": spaces.MultiDiscrete([[3, 3], [3, 3]]),
-    "MultiBinary": spaces.MultiBinary(4),
-    "Dict": spaces.Dict(a=spaces.Dict(x=box(2), y=spaces.Dict(z=box(1))), b=spaces.Discrete(3), c=box()),
-    "state, renamed": spaces.Dict(state=box(2)),
-    "underscored": spaces.Dict(_a=box(2), b=box(1)),
-    "Tuple of Discrete": spaces.Tuple([spaces.Discrete(3), spaces.Discrete(3)]),
-    "Text": spaces.Text(5),
-    "Dict with Text": spaces.Dict(a=spaces.Text(5), b=box(2)),
-}
-# Spaces without a tensor form, which batches do not support.
-SINGLE = [name for name in SPACES if "Text" in name or "Tuple" in name]
-
-
-def to_comparable(value: Any, *, kinds: bool) -> Any:
-    """Convert an action for comparison; 0-dimensional arrays equal integers, except in a Dict."""
-    if isinstance(value, dict):
-        return {key: (type(part), np.shape(part), to_comparable(part, kinds=kinds)) for key, part in value.items()}
-    array = np.asarray(value)
-    return value if isinstance(value, str) else (array.dtype.kind if kinds else "", array.tolist())
-
-
-def check_spaces(observed: Any, taken: Any, categorical: bool, count: int | None) -> Any:
-    """Compare rollouts with TorchRL's wrapper for a pair of spaces; return our rollout."""
-
-    def make_env() -> Any:
-        return SamplingEnv(observed, taken)
-
-    options = {"categorical_action_encoding": categorical}
-    ours, theirs = build_both(
-        wrapping(make_env, **options) if count is None else batch(make_env, "Disabled", count, **options)
-    )
-    assert_same_rollouts(ours, theirs, 12)
-    check_env_specs(ours)
-    first, second = (getattr(env._env, "envs", [env._env])[0] for env in (theirs, ours))
-    actions = [to_comparable(action, kinds=count is None) for action in second.received][: len(first.received)]
-    assert actions == [to_comparable(action, kinds=count is None) for action in first.received]
-    return second.received
-
-
-@pytest.mark.sample(quick=12, ci=44)
-@pytest.mark.parametrize("categorical", [False, True], ids=["one-hot", "categorical"])
-@pytest.mark.parametrize(
-    ("name", "count"), [(name, count) for name in SPACES for count in (None, 1, 3) if not (count and name in SINGLE)]
-)
-def test_every_space_equals_upstream(name: str, count: int | None, categorical: bool) -> None:
-    space = SPACES[name]
-    check_spaces(space, spaces.Discrete(3), categorical, count)
-    # Upstream rejects Dict actions in a batch.
-    if name != "state, renamed" and not (count and isinstance(space, spaces.Dict)):
-        actions = check_spaces(box(2), space, categorical, count)
-        assert {type(action) for action in actions} == {int} or name != "Discrete" or count
-
-
 def test_sequence_observations_equal_upstream() -> None:
     space = spaces.Sequence(box(2), stack=True)
     ours, theirs = build_both(wrapping(partial(SamplingEnv, space, spaces.Discrete(3))))
     found, expected = (seeded_rollout(env, 12, return_contiguous=False) for env in (ours, theirs))
     for one, other in zip(found.unbind(0), expected.unbind(0), strict=True):
         assert_same(one, other)
-
-
-@pytest.mark.parametrize("space", [spaces.Dict(a=box(2), b=spaces.Discrete(3)), spaces.Dict(a=box(2))], ids=str)
-@pytest.mark.parametrize("count", [None, 3])
-def test_dict_actions_reach_the_environment_as_dicts(space: Any, count: int | None) -> None:
-    """Upstream rejects them in a batch, and turns a Dict of one action into an array."""
-
-    def make_env() -> Any:
-        return SamplingEnv(box(2), space)
-
-    env = GymWrapper(
-        make_env() if count is None else make_vector_env(make_env, count, "Disabled"), categorical_action_encoding=True
-    )
-    check_env_specs(env)
-    single = env._env if count is None else env._env.envs[1]
-    single.received.clear()
-    rollout = env.rollout(4)
-    for key in space.spaces:
-        expected = (rollout if count is None else rollout[1])[key].tolist()
-        assert [np.asarray(action[key]).tolist() for action in single.received] == expected
 
 
 @pytest.mark.parametrize("action", [[0, 0], [2, 0], [1, 1], [0.4, 0.6], [False, True]])
@@ -353,10 +244,7 @@ def extras(env: Any) -> dict[str, Any]:
 
 
 BUILDERS: dict[str, Build] = {
-    "single": wrapping(partial(WalkWithoutInfos, 3, 3)),
-    "nested": wrapping(partial(DictWalk, 3, 3)),
-    "SameStep": batch([partial(WalkWithoutInfos, n, n) for n in (3, 5)], "SameStep", 2),
-    "nested, Disabled": batch(DictWalk, "Disabled", 2),
+    name: wrapping(INNER[name]) for name in ("single", "nested", "SameStep", "nested, Disabled")
 }
 builders = pytest.mark.parametrize("name", BUILDERS)
 

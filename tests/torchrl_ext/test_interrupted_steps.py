@@ -12,18 +12,14 @@ from torchrl.envs import StepCounter, TransformedEnv
 
 from rl_ext_core.errors import EnvironmentOutputError
 from tests.interrupts import interrupt_everywhere
-from tests.torchrl_ext.comparison import assert_same, make_vector_env, seeded_rollout
-from tests.torchrl_ext.environments import DictWalk, Isaac, Walk
+from tests.torchrl_ext.comparison import INNER, assert_same, seeded_rollout
+from tests.torchrl_ext.environments import Isaac
 from torchrl_ext import GymWrapper
 
 MAKERS: dict[str, Callable[[], Any]] = {
-    "single": lambda: GymWrapper(Walk(3, 3)),
-    "nested": lambda: GymWrapper(DictWalk(3, 3)),
-    "SameStep": lambda: GymWrapper(make_vector_env([lambda: Walk(3, 3), lambda: Walk(5, 5)], 2, "SameStep")),
-    "NextStep": lambda: GymWrapper(make_vector_env([lambda: Walk(3, 3), lambda: Walk(5, 5)], 2, "NextStep")),
-    "Disabled": lambda: GymWrapper(make_vector_env([lambda: Walk(3, 3), lambda: Walk(5, 5)], 2, "Disabled")),
+    **{name: lambda make=make: GymWrapper(make()) for name, make in INNER.items()},
     "torch": lambda: GymWrapper(Isaac(2, lengths=[3, 5]), missing_final_obs="previous"),
-    "under a transform": lambda: TransformedEnv(GymWrapper(Walk(3, 3)), StepCounter()),
+    "under a transform": lambda: TransformedEnv(GymWrapper(INNER["single"]()), StepCounter()),
 }
 
 

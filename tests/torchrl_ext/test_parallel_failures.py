@@ -6,7 +6,6 @@ import functools
 import os
 import pickle
 import resource
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,24 +111,6 @@ def test_errors_in_the_parent_process_keep_the_workers() -> None:
     assert env.rollout(3)["observation"][0, :, 1].tolist() == [0.0, 1.0, 2.0]
     assert pids(env) == before
     env.close()
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize(
-    ("when", "in_torchrl"), [("step", True), pytest.param("constructor", False, marks=slow), ("method", False)]
-)
-def test_ctrl_c_ends_the_workers(when: str, in_torchrl: bool) -> None:
-    env = make_failing_pair(when, "hang", in_torchrl=in_torchrl)
-    if when != "constructor":
-        env.reset()
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        {"constructor": env.reset, "step": lambda: env.rollout(5)}.get(when, lambda: env.fetch())()
-    assert not workers_left()
-    env.close()
-    if when != "constructor":
-        env.reset()
-        env.close()
 
 
 def test_failed_start_ends_workers_that_have_started() -> None:

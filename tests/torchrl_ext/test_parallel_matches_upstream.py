@@ -31,6 +31,7 @@ from torchrl.envs import ParallelEnv as Upstream
 from torchrl.envs.utils import check_env_specs
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from tests.torchrl_ext.environments import SamplingEnv
 from tests.torchrl_ext.parallel_checks import no_workers_left
 from tests.torchrl_ext.parallel_environments import NativeEnv, Well
 from torchrl_ext import GymWrapper, ParallelEnv
@@ -103,29 +104,14 @@ def make_transformed() -> Any:
     return TransformedEnv(make_counter(), Compose(StepCounter(5), RewardSum()))
 
 
-class Rolls(gymnasium.Env[Any, Any]):
-    """Environment whose spaces TorchRL describes differently in batches."""
-
-    action_space = gymnasium.spaces.MultiDiscrete([3, 2])
-
-    def __init__(self) -> None:
-        scalar, bits = gymnasium.spaces.Box(-1, 1, ()), gymnasium.spaces.MultiBinary(3)
-        dice, pair = gymnasium.spaces.MultiDiscrete([3, 2]), gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(2)] * 2)
-        self.observation_space = gymnasium.spaces.Dict({"dice": dice, "scalar": scalar, "bits": bits, "pair": pair})
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        if seed is not None:
-            self.observation_space.seed(seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action: Any) -> Any:
-        return self.observation_space.sample(), float(action @ [1, 10]), False, False, {}
+SCALAR, BITS = gymnasium.spaces.Box(-1, 1, ()), gymnasium.spaces.MultiBinary(3)
+DICE, PAIR = gymnasium.spaces.MultiDiscrete([3, 2]), gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(2)] * 2)
 
 
 def make_rolls() -> Any:
-    """Make ``Rolls`` with TorchRL's ``GymWrapper``."""
-    return UpstreamGymWrapper(Rolls())
+    """Make an environment whose spaces TorchRL describes differently in batches."""
+    observations = gymnasium.spaces.Dict({"dice": DICE, "scalar": SCALAR, "bits": BITS, "pair": PAIR})
+    return UpstreamGymWrapper(SamplingEnv(observations, DICE))
 
 
 class Terse(EnvBase):

@@ -187,49 +187,43 @@ def test_environments_with_other_specs_are_refused(other: Any) -> None:
 # -- overrides
 
 
-@pytest.mark.slow
-def test_overrides_are_arguments_of_callables_and_attributes_of_copies() -> None:
-    for source in (GymWrapper(make_changed_well()), lambda **kwargs: Well(**kwargs)):
-        env = ParallelEnv(2, source, overrides=[{"depth": 1.0}, {"depth": 2.0}])
-        assert observed_depths(env) == [1.0, 2.0]
-        env.close()
-    with pytest.raises((InvalidArgumentError, WorkerError), match=r"no layer of Well has the attribute depht.*depth"):
-        ParallelEnv(2, make_changed_well(), overrides=[{"depht": 1.0}, {}]).reset()
-
-
 def make_well_of_width(width: float) -> Well:
     """Make a Well; its only argument is named width."""
     return Well(width)
 
 
-@pytest.mark.sample(quick=1, ci=2)
-@pytest.mark.parametrize(
-    ("sources", "overrides", "expected"),
-    [
-        ([Well, make_well_of_width], [{"depth": 1.0}, {"width": 2.0}], [1.0, 2.0]),
-        (
-            [make_changed_well, make_well_of_width, make_changed_well],
-            [{}, {"width": 2.0}, {"depth": 4.0}],
-            [3.0, 2.0, 4.0],
-        ),
-    ],
-    ids=["classes", "function_twice"],
-)
-def test_overrides_apply_to_each_environment_in_a_list(sources: Any, overrides: Any, expected: list[float]) -> None:
-    env = ParallelEnv(len(sources), sources, overrides=overrides, seed=np.int64(0))
+OVERRIDDEN: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
+    "arguments": (lambda **kwargs: Well(**kwargs), {"overrides": [{"depth": 1.0}, {"depth": 2.0}]}, [1.0, 2.0]),
+    "attributes": (make_changed_well, {"overrides": [{"depth": 1.0}, {"depth": 2.0}]}, [1.0, 2.0]),
+    "classes": ([Well, make_well_of_width], {"overrides": [{"depth": 1.0}, {"width": 2.0}]}, [1.0, 2.0]),
+    "one function twice": (
+        [make_changed_well, make_well_of_width, make_changed_well],
+        {"overrides": [{}, {"width": 2.0}, {"depth": 4.0}]},
+        [3.0, 2.0, 4.0],
+    ),
+    "create_env_kwargs": (
+        *(make_well, {"create_env_kwargs": {"depth": 1.0}, "overrides": [{}, {"depth": 2.0}]}, [1.0, 2.0]),
+    ),
+}
+
+
+@pytest.mark.sample(quick=1, ci=4)
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_overrides_apply_to_each_environment(name: str) -> None:
+    source, options, expected = OVERRIDDEN[name]
+    source = GymWrapper(source()) if name == "attributes" else source
+    env = ParallelEnv(len(expected), source, seed=np.int64(0), **options)
     assert observed_depths(env) == expected
     env.close()
 
 
-@pytest.mark.slow
-def test_create_env_kwargs_are_arguments_of_each_worker() -> None:
-    env = ParallelEnv(2, make_well, create_env_kwargs={"depth": 1.0}, overrides=[{}, {"depth": 2.0}])
-    assert observed_depths(env) == [1.0, 2.0]
-    env.close()
-    with pytest.raises(InvalidArgumentError, match=r"'depth': 4.0.* cannot be set later: .*create_env_kwargs="):
-        env.update_kwargs({"depth": 4.0})
+def test_unsuitable_overrides_and_arguments_are_rejected() -> None:
+    with pytest.raises((InvalidArgumentError, WorkerError), match=r"no layer of Well has the attribute depht.*depth"):
+        ParallelEnv(2, make_changed_well(), overrides=[{"depht": 1.0}, {}]).reset()
     with pytest.raises(InvalidArgumentError, match="create_env_kwargs has length 3 for num_workers=2"):
         ParallelEnv(2, make_well, create_env_kwargs=[{}] * 3)
+    with pytest.raises(InvalidArgumentError, match=r"'depth': 4.0.* cannot be set later: .*create_env_kwargs="):
+        ParallelEnv(2, make_well).update_kwargs({"depth": 4.0})
 
 
 @pytest.mark.parametrize("source", [Well, NativeEnv], ids=["gymnasium", "TorchRL"])
@@ -313,15 +307,14 @@ def make_dm_cartpole() -> Any:
     return pytest.importorskip("dm_control.suite").load("cartpole", "balance")
 
 
-def make_vectorized() -> Any:
-    """Make a SyncVectorEnv of three wells."""
-    return gymnasium.vector.SyncVectorEnv([Well, Well, Well])
-
-
 @slow
 @pytest.mark.parametrize(
     ("make", "shape", "copied"),
-    [(make_vectorized, (2, 3, 3), False), (make_knights, (2, 3), True), (make_dm_cartpole, (2, 3), True)],
+    [
+        (lambda: gymnasium.vector.SyncVectorEnv([Well] * 3), (2, 3, 3), False),
+        (make_knights, (2, 3), True),
+        (make_dm_cartpole, (2, 3), True),
+    ],
 )
 def test_environments_of_other_libraries_run_in_workers(make: Any, shape: tuple[int, ...], copied: bool) -> None:
     env = ParallelEnv(2, make() if copied else make)

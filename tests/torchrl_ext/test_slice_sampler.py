@@ -128,13 +128,6 @@ class SameAsTorchRL(RuleBasedStateMachine):
         self.n_samples += 1
         assert_same_samples(*self.buffers, seed=self.n_samples)
 
-    @rule()
-    def sample_between_additions(self) -> None:
-        """Compare samples while steps are added."""
-        for n in (1, 2, 3):
-            self.extend(n, lazy=False)
-            self.sample()
-
     @precondition(lambda self: len(self.buffers[0]) > 0)
     @rule(place=st.integers(0, 100), way=st.sampled_from(["index", "set_at_", "storage", "view"]))
     def overwrite(self, place: int, way: str) -> None:

@@ -6,7 +6,7 @@ import copy
 import pickle
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -239,29 +239,15 @@ def test_invalid_option_values_are_rejected(make: Any) -> None:
             make(**{option: value})
 
 
-class Batch:
-    """NumPy batch of four with batched spaces only."""
+class Batch(SamplingEnv):
+    """Batch of four with batched spaces only."""
 
-    metadata: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, observation: Any, action: Any, *, count: int | None = 4) -> None:
-        self.observation_space, self.action_space = observation, action
-        self.received: list[Any] = []
-        if count is not None:
-            self.num_envs = count
-
-    @property
-    def unwrapped(self) -> Any:
-        return self
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.observation_space.seed(0)
-        return self.observation_space.sample(), {}
+    def reset(self, **_: Any) -> Any:
+        return super().reset(seed=0)
 
     def step(self, action: Any) -> Any:
-        self.received.append(action)
         none = np.zeros(4, bool)
-        return self.observation_space.sample(), np.ones(4), none, none, {}
+        return super().step(action)[0], np.ones(4), none, none, {}
 
 
 BATCHES = {
@@ -275,8 +261,10 @@ BATCHES = {
 @pytest.mark.parametrize("by", ["num_envs", "batch_size"])
 def test_batches_with_batched_spaces_only_match_upstream(name: str, by: str) -> None:
     def make_env(cls: Any) -> Any:
-        count, kwargs = (4, {}) if by == "num_envs" else (None, {"batch_size": [4]})
-        return cls(Batch(*BATCHES[name], count=count), **kwargs)
+        inner: Any = Batch(*BATCHES[name])
+        if by == "num_envs":
+            inner.num_envs = 4
+        return cls(inner, **({"batch_size": [4]} if by == "batch_size" else {}))
 
     ours, theirs = make_env(GymWrapper), make_env(upstream.GymWrapper)
     for spec in ("full_observation_spec", "full_action_spec", "full_done_spec"):
@@ -291,86 +279,6 @@ def test_batches_with_batched_spaces_only_match_upstream(name: str, by: str) -> 
         assert torch.equal(found[key], expected[key]), key
     for action, other in zip(ours._env.received, theirs._env.received, strict=True):
         np.testing.assert_array_equal(action, other)
-
-
-COUNTED = {
-    "Discrete": spaces.Discrete(3, start=-2),
-    "MultiDiscrete": spaces.MultiDiscrete([3, 4], start=[1, 2]),
-    "equal MultiDiscrete": spaces.MultiDiscrete([3, 3], start=[0, 5]),
-    "Dict": spaces.Dict(a=spaces.Discrete(3, start=1), b=spaces.Discrete(2), c=box(2)),
-    "Tuple": spaces.Tuple([spaces.Discrete(3, start=1), spaces.Discrete(3)]),
-}
-
-
-@pytest.mark.parametrize("name", COUNTED)
-@pytest.mark.sample(quick=8)
-@pytest.mark.parametrize("categorical", [False, True])
-@pytest.mark.parametrize("mode", [None, "SameStep"])
-def test_discrete_start_is_added_to_actions(name: str, categorical: bool, mode: str | None) -> None:
-    if mode and name == "Tuple":
-        return
-    space = COUNTED[name]
-    make = partial(SamplingEnv, spaces.Dict(o=space) if isinstance(space, spaces.Dict) else space, space, 3)
-    inner = gymnasium.vector.SyncVectorEnv([make, make], autoreset_mode=mode) if mode else make()
-    env = GymWrapper(inner, categorical_action_encoding=categorical)
-    check_env_specs(env)
-    rollout = seeded_rollout(env, 8)
-    assert all(type(part).__name__ != "HalfBounded" for part in env.full_action_spec.values())
-    for sampled in inner.envs if mode else [inner]:
-        assert len(sampled.received) >= 8
-        for action in sampled.received:
-            if isinstance(space, spaces.Dict):
-                action = {key: np.asarray(part, space[key].dtype)[()] for key, part in action.items()}
-            assert space.contains(tuple(action.tolist()) if isinstance(space, spaces.Tuple) else action), action
-    assert not categorical or not rollout.isnan().any()
-
-
-def test_discrete_start_is_added_to_torch_actions() -> None:
-    inner = SamplingEnv(box(2), spaces.Discrete(3, start=-2))
-    GymWrapper(gymnasium.wrappers.NumpyToTorch(inner)).rollout(20, break_when_any_done=False)
-    assert set(map(int, inner.received)) == {-2, -1, 0}
-
-
-def test_discrete_start_is_subtracted_from_observations() -> None:
-    class AgeWalk(Walk):
-        """``Walk`` that observes an integer from 5, at which its Discrete starts."""
-
-        observation_space = spaces.Discrete(20, start=5)  # type: ignore[assignment]
-
-        def observation(self) -> Any:
-            return self.step_count + 5
-
-    for mode in (None, "SameStep", "NextStep", "Disabled"):
-        inner = make_vector_env(lambda: AgeWalk(4, 4), 2, mode) if mode else AgeWalk(4, 4)
-        rollout = GymWrapper(inner, categorical_action_encoding=True).rollout(8, break_when_any_done=False)
-        steps = rollout["observation"].reshape(-1, 8)[0].tolist()
-        assert steps == [0, 1, 2, 3] * 2
-        assert rollout["next", "observation"].reshape(-1, 8)[0].tolist() == [1, 2, 3, 4] * 2
-
-
-# -- parts that TorchRL cannot stack into a tensor
-
-DISCRETES = spaces.Tuple([spaces.Discrete(3), spaces.Discrete(4, start=2), spaces.Discrete(2)])
-
-
-@pytest.mark.parametrize("categorical", [False, True])
-@pytest.mark.parametrize("nested", [False, True])
-def test_tuples_of_different_discretes_are_joined_in_one_tensor(nested: bool, categorical: bool) -> None:
-    space: Any = spaces.Dict(o=DISCRETES) if nested else DISCRETES
-    env = GymWrapper(SamplingEnv(space, DISCRETES), categorical_action_encoding=categorical)
-    check_env_specs(env)
-    rollout = env.rollout(9)
-    assert rollout["action"].shape[1:] == ((3,) if categorical else (9,))
-    samples = []
-    for draw in (space.sample, env.reset):
-        space.seed(5)
-        samples.append(draw())
-    drawn, observed = samples
-    observed = observed["o" if nested else "observation"]
-    drawn = np.array(drawn["o"] if nested else drawn) - (0, 2, 0)
-    assert np.array_equal(observed if categorical else observed.nonzero()[:, 0] - torch.tensor([0, 3, 7]), drawn)
-    for action in env._env.received:
-        assert DISCRETES.contains(tuple(action))
 
 
 def test_error_about_a_wrong_env_type_names_the_right_one() -> None:
@@ -422,19 +330,6 @@ def test_finite_horizon_makes_truncations_terminations_for_single_and_numpy_envi
         assert rollout["done"].any()
         assert torch.equal(rollout["terminated"], rollout["done"])
         assert not rollout["truncated"].any()
-
-
-@pytest.mark.parametrize("mode", [None, "SameStep"])
-@pytest.mark.parametrize("shape", [(4,), (2, 3)])
-def test_multibinary_of_several_axes_keeps_its_shape(shape: tuple[int, ...], mode: str | None) -> None:
-    space = spaces.MultiBinary(shape)
-    make = partial(SamplingEnv, spaces.Dict(a=space), space)
-    inner = make_vector_env(make, 2, mode) if mode else make()
-    env = GymWrapper(inner)
-    check_env_specs(env)
-    assert env.rollout(8, break_when_any_done=False)["a"].shape[-len(shape) :] == shape
-    for action in (inner.envs[1] if mode else inner).received:
-        assert space.contains(action)
 
 
 # -- tests of actions: shapes follow the spec, and values are in the action space

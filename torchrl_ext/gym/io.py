@@ -222,17 +222,19 @@ def compile_action(
     if isinstance(spec, Composite):
         compile_part = partial(compile_action, env_type=env_type, batch_size=batch_size, clip=clip, device=device)
         spaces, starts = getattr(space, "spaces", {}), start or {}
-        parts = {
-            key: compile_part(part, space=spaces.get(key), start=starts.get(key), path=(*path, key))
-            for key, part in spec.items()
-        }
-        return lambda action: {key: convert(action[key]) for key, convert in parts.items()}
+        parts: dict[str, tuple[str, Convert]] = {}
+        for key, part in spec.items():
+            # TorchRL renames "state".
+            name = "state" if key == "observation" and key not in spaces and "state" in spaces else key
+            parts[name] = key, compile_part(part, space=spaces.get(name), start=starts.get(name), path=(*path, key))
+        return lambda action: {name: convert(action[key]) for name, (key, convert) in parts.items()}
     if not isinstance(spec.zero(), torch.Tensor):
         return lambda action: getattr(action, "data", action)  # text, which cannot be edited in place
     shape, nvec = spec.shape, _nvec_of_choice(spec, space, batch_size)
     if nvec is not None:
         start = space.start if np.any(getattr(space, "start", 0)) else None
-    decode = _compile_decoder(spec, env_type, bool(batch_size) or bool(path), clip)
+    is_array = bool(batch_size) or bool(path) or hasattr(space, "nvec")
+    decode = _compile_decoder(spec, env_type, is_array, clip)
     library: Any = np if env_type == "numpy" else torch
 
     def convert(action: Any) -> Any:
