@@ -18,17 +18,15 @@ from rl_ext_core._system import process_identity
 from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.devices.decision import apply_in_worker
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, _missing_dependency_error
-from rl_ext_core.factory import compare, record, simulators, streams, walk
+from rl_ext_core.factory import compare, record, streams, walk
 from rl_ext_core.factory.recipe import (
     Examination,
-    NotRecordedError,
     Recipe,
     pack_values,
     recipe_of_callable,
     recipe_of_instance,
-    unpicklable,
 )
-from rl_ext_core.factory.walk import Fingerprint, fingerprint, full_name
+from rl_ext_core.factory.walk import fingerprint
 
 if TYPE_CHECKING:
     import uuid
@@ -36,12 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["EnvFactory", "as_factory", "convert", "examine_factory"]
 
 _log = logging.getLogger("rl_ext_core.factory")
-# Beginnings of clauses in error messages, by EnvFactory.origin.
-_ORIGIN_PHRASES = {
-    "pickle": "after pickling",
-    "spec": "built from its specification",
-    "constructor": "constructed again",
-}
 # Module of a layer's class -> the renderer whose rule chooses its GPU.
 _RENDERERS = {"robosuite": "robosuite", "dm_control": "dm_control", "gymnasium.envs.mujoco": "gymnasium"}
 
@@ -433,8 +425,10 @@ def _factory_from_instance(
     problems: list[str] = []
     # Without a comparison, a pickle is more likely to include later changes.
     for constructs in (True, False) if verify else (False, True):
-        recipe = _make_recipe(original, line, problems, constructs=constructs)
-        if recipe is None:
+        try:
+            recipe = recipe_of_instance(original, line, constructs=constructs)
+        except NotCopyableError as error:
+            problems.append(str(error))
             continue
         if not verify:
             return EnvFactory(recipe, instance=environment, preload=preload)
@@ -454,39 +448,10 @@ def _factory_from_instance(
             recipe = dataclasses.replace(recipe, changes=examination.changes)
             return EnvFactory(recipe, instance=environment, preload=preload, examination=examination)
         more = f"; {len(examination.problems) - 3} more" if len(examination.problems) > 3 else ""
-        problems.append(f"{_ORIGIN_PHRASES[recipe.origin]}, {'; '.join(examination.problems[:3])}{more}")
+        how = "constructed again" if constructs else "after pickling"
+        problems.append(f"{how}, {'; '.join(examination.problems[:3])}{more}")
     name = line.removeprefix("lambda: ").partition("(")[0]
     raise NotCopyableError(
         f"this {name} cannot be copied into a worker: {'. Also, '.join(problems)}. Pass a function that builds and "
         f"configures it:\n    {line}"
     )
-
-
-def _make_recipe(original: Fingerprint, line: str, problems: list[str], *, constructs: bool) -> Recipe | None:
-    """Return the recipe that constructs an instance again, or unpickles it.
-
-    If that is impossible, add the reason to ``problems`` and return None.
-    """
-    for path, reason in original.unpicklable.items():
-        file = simulators.name_of_output_file(original.objects.get(path))
-        if constructs and file is not None:
-            problems.append(f"it writes to the file {file} ({path}), which a second instance may overwrite")
-            return None
-        if not constructs:
-            problems.append(f"after pickling, it lacks {path} ({reason})")
-            return None
-    try:
-        return recipe_of_instance(original, line, constructs=constructs)
-    except Exception as error:
-        reason = str(error) or type(error).__name__
-        if not constructs:
-            path = unpicklable(original)
-            problems.append(f"after pickling, it lacks {path} ({full_name(type(original.objects[path]))}: {reason})")
-        elif isinstance(error, NotRecordedError):
-            problems.append(
-                "its constructor call was not recorded, because it happened before this package was imported, or in a "
-                "function that was not passed to capture_constructors"
-            )
-        else:
-            problems.append(f"its constructor call cannot be sent to a worker: {reason}")
-        return None
