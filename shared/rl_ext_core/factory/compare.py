@@ -38,8 +38,8 @@ WORKER_MODULES = (
     *("rl_ext_core.isolation.trial", "rl_ext_core.vector.worker"),
 )
 _SEED = 20_231
-# A copy takes so many steps, for so many seconds at most.
-_STEPS, _HISTORY_S = 30, 1.0
+# A copy takes so many steps, for so many seconds at most. Because the number is prime, they seldom end with an episode.
+_STEPS, _HISTORY_S = 31, 1.0
 # A copy may wait indefinitely, e.g. for something that only the user's program does.
 _TIMEOUT_S = 600.0
 _MAX_VALUE_CHARS = 40

@@ -95,7 +95,7 @@ MADE: dict[str, Callable[[], Any]] = {
         name: functools.partial(_make_pettingzoo, name)
         for name in ("classic.connect_four_v3", "classic.leduc_holdem_v4", "classic.chess_v6", "sisl.pursuit_v5")
     },
-    "pistonball": lambda: _make_pettingzoo("butterfly.pistonball_v6", "parallel_env", n_pistons=6),
+    "pistonball": lambda: _make_pettingzoo("butterfly.pistonball_v6", "parallel_env", n_pistons=5, max_cycles=9),
     "knights": lambda: _make_pettingzoo("butterfly.knights_archers_zombies_v11", "parallel_env"),
     "zoo, converted": lambda: _import_or_skip("pettingzoo.utils").aec_to_parallel(
         _make_pettingzoo("classic.rps_v2", max_cycles=9)
