@@ -474,9 +474,7 @@ def _source_of_spec(spec: Any) -> str:
 
 def source_of_environment(environment: Any) -> str:
     """Return the source code of the call that creates an environment, with dots if it was not recorded."""
-    call = recorded_call(environment)
-    if call is None and (spec := spec_of(environment)) is not None:
-        call = functools.partial(make_from_spec, spec)
+    call = call_of(environment)
     return f"{_display_name(type(environment))}(...)" if call is None else _source_of_call(call)
 
 
