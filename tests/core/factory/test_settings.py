@@ -21,20 +21,13 @@ from tests.core.factory.copying import COPIED, EITHER, NOT_SILENT, Case, Holding
 Change = Callable[[Any], object]
 
 
-def _find_time_limit(env: Any) -> Any:
-    """Return the ``TimeLimit`` among an environment's wrappers."""
-    while not isinstance(env, wrappers.TimeLimit):
-        env = env.env
-    return env
-
-
 def _change_base(name: str, value: Any) -> Change:
     """Return a change that sets an attribute of the unwrapped environment."""
     return lambda env: setattr(env.unwrapped, name, value)
 
 
 LINE: dict[str, tuple[set[str], Change]] = {
-    "_max_episode_steps": (COPIED, lambda env: setattr(_find_time_limit(env), "_max_episode_steps", 5)),
+    "_max_episode_steps": (COPIED, lambda env: env.set_wrapper_attr("_max_episode_steps", 5)),
     "gain": (COPIED, _change_base("gain", 3.5)),
     "bonus": (COPIED, lambda env: setattr(env.unwrapped.rewards, "bonus", 11.0)),
     "weights": (COPIED, lambda env: env.unwrapped.weights.__setitem__(1, -2.0)),
