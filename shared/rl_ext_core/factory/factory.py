@@ -142,7 +142,8 @@ class EnvFactory(Generic[_Env]):
         """
         _check_workers(num_workers, seed, overrides, devices)
         # A factory of a worker keeps the settings that this call does not replace.
-        entropy, factories = self._entropy if seed is None else int(seed), []
+        factories: list[EnvFactory[_Env]] = []
+        entropy = self._entropy if seed is None else int(seed)
         for index, decision in enumerate(_decide_for_workers(devices, num_workers, self.instance)):
             own = {**self.overrides, **(overrides[index] if overrides is not None else {})}
             decision = decision or self.decision
