@@ -23,8 +23,7 @@ import gymnasium
 
 from benchmarks.measure import machine
 from rl_ext_core.isolation import Isolation, Verdict, probe
-from tests.core.isolation import variants
-from tests.core.isolation.fmu import Decay, make_fmu
+from tests.core.isolation import simulator, variants
 
 _OWN_CWD_HINT = 'use make_vec_env(..., cwd="own")'
 INDEPENDENT, SINGLE = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE
@@ -45,7 +44,7 @@ def airstriker() -> Any:
     return stable_retro.make("Airstriker-Genesis-v0", render_mode="rgb_array")
 
 
-def real_envs(folder: Path, compiler: str) -> Iterator[tuple[str, Any, Isolation, bool]]:
+def real_envs() -> Iterator[tuple[str, Any, Isolation, bool]]:
     """Yield name, source, right verdict, and if ``cwd="own"`` helps, of real environments."""
     yield "CartPole-v1", "CartPole-v1", INDEPENDENT, False
     for package, name, source, expected in (
@@ -58,8 +57,7 @@ def real_envs(folder: Path, compiler: str) -> Iterator[tuple[str, Any, Isolation
         else:
             print(f"{name:34} left out: {package} is not installed")
     if importlib.util.find_spec("fmpy") is not None:
-        fmu = make_fmu(folder / "decay.fmu", compiler)
-        yield "FMU with the flag", functools.partial(Decay, str(fmu)), SINGLE, False
+        yield "FMU with the flag", functools.partial(simulator.HoldsFmu, "true"), SINGLE, False
 
 
 def toy_envs(folder: Path, compiler: str, *, hanging: bool) -> Iterator[tuple[str, Any, Isolation, bool]]:
@@ -92,7 +90,7 @@ def main() -> None:
     wrong = total = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        sources = [*real_envs(folder, compiler), *toy_envs(folder, compiler, hanging=not arguments.no_hang)]
+        sources = [*real_envs(), *toy_envs(folder, compiler, hanging=not arguments.no_hang)]
         for label, source, expected, helps in sources:
             found, seconds = probe_repeatedly(functools.partial(probe, source), arguments.repeats)
             bad = [

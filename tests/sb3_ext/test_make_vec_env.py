@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, WorkerError
 from sb3_ext import AutoVecEnv, EnvFactory, SharedMemoryVecEnv, as_factory, make_vec_env
-from tests.core.isolation.conftest import Variant, compiled, compiler, variant
+from tests.core.isolation.conftest import Variant, compiled, variant
 from tests.launch_modes import LAUNCH_MODES, run_program
 from tests.sb3_ext.test_multi_agent_vec_env import Race
 from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
@@ -34,7 +34,7 @@ from tests.sb3_ext.vec_test_envs import (
 )
 from tests.torchrl_ext.environments import BoxInfoWalk, InPlaceInfoWalk
 
-__all__ = ["compiled", "compiler", "variant"]
+__all__ = ["compiled", "variant"]
 
 
 def roll_out(venv: VecEnv) -> list[Any]:

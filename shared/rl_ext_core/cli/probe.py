@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.nullcontext() if silent else console.status(text):
         verdict = probe(source, steps=arguments.steps, timeout=arguments.timeout)
     if arguments.json:
-        sys.stdout.write(f"{verdict.to_json()}\n")
+        sys.stdout.write(f"{json.dumps(dataclasses.asdict(verdict), indent=1)}\n")
     else:
         _print_verdict(verdict, console)
     return 1 if verdict.isolation in (Isolation.BROKEN, Isolation.UNKNOWN) else 0

@@ -38,8 +38,8 @@ WORKER_MODULES = (
     *("rl_ext_core.isolation.trial", "rl_ext_core.vector.worker"),
 )
 _SEED = 20_231
-# A copy takes so many steps, for so many seconds at most.
-_STEPS, _HISTORY_S = 30, 1.0
+# A copy takes so many steps, for so many seconds at most. Because the number is prime, they seldom end with an episode.
+_STEPS, _HISTORY_S = 31, 1.0
 # A copy may wait indefinitely, e.g. for something that only the user's program does.
 _TIMEOUT_S = 600.0
 _MAX_VALUE_CHARS = 40
@@ -256,7 +256,7 @@ def _compare_changed(copy: Any, histories: _Histories, found: Examination) -> Ex
     opaque = _describe_hidden(original, histories)
     paths = copied.differences(original)
     own = [path for path in paths if histories.is_own(path) and not histories.is_restored(path)]
-    own = [path for path in own if (original.token(path) or ("",))[0] in ("int", "str")]
+    own = [path for path in own if (original.token(path) or ("", ""))[1] in ("int", "str")]
     # A copy that lacks an object of the episode does not lead to its class, and to the globals that the class reads.
     met = {path.partition(">")[0] for path in copied.tokens if path.startswith("<")}
     classes = [path for path in paths if path.partition(">")[0] in met and not histories.varies(path)]
@@ -267,11 +267,10 @@ def _compare_changed(copy: Any, histories: _Histories, found: Examination) -> Ex
 
 def _describe_hidden(original: Fingerprint, histories: _Histories | None = None) -> list[str]:
     """Return path and class of each object that cannot be inspected, except those that resets create."""
-    hidden = {**original.opaque, **original.unpicklable}.items()
     return [
         f"{path} ({why})"
-        for path, why in hidden
-        if (path.startswith("<") or not {why, *(original.token(path) or ())[:2]} & _STATELESS)
+        for path, why in original.hidden.items()
+        if (path.startswith("<") or original.token(path)[1] not in _STATELESS)
         and not (histories is not None and histories.is_restored(path))
     ]
 
@@ -419,8 +418,8 @@ def _describe_value(found: Fingerprint, path: str) -> str:
     token = found.token(path)
     if token is None:
         return "missing"
-    if token[0] in walk.SCALAR_TOKENS and isinstance(token[-1], (str, bytes, int, type(None))):
-        text = repr(token[-1]) if token[0] in ("str", "bytes") else str(token[-1])
+    if token[0] in walk.SCALAR_TOKENS and token[0] != "tuple":
+        text = repr(token[-1]) if token[1] in ("str", "bytes") else str(token[-1])
         return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
     return f"a {token[1]}" if token[0] == "object" else "other data"
 

@@ -18,17 +18,15 @@ from rl_ext_core._system import process_identity
 from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.devices.decision import apply_in_worker
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, _missing_dependency_error
-from rl_ext_core.factory import compare, record, simulators, streams, walk
+from rl_ext_core.factory import compare, record, streams, walk
 from rl_ext_core.factory.recipe import (
     Examination,
-    NotRecordedError,
     Recipe,
     pack_values,
     recipe_of_callable,
     recipe_of_instance,
-    unpicklable,
 )
-from rl_ext_core.factory.walk import Fingerprint, fingerprint, full_name
+from rl_ext_core.factory.walk import Fingerprint, fingerprint
 
 if TYPE_CHECKING:
     import uuid
@@ -36,18 +34,13 @@ if TYPE_CHECKING:
 __all__ = ["EnvFactory", "as_factory", "convert", "examine_factory"]
 
 _log = logging.getLogger("rl_ext_core.factory")
-# Beginnings of clauses in error messages, by EnvFactory.origin.
-_ORIGIN_PHRASES = {
-    "pickle": "after pickling",
-    "spec": "built from its specification",
-    "constructor": "constructed again",
-}
 # Module of a layer's class -> the renderer whose rule chooses its GPU.
 _RENDERERS = {"robosuite": "robosuite", "dm_control": "dm_control", "gymnasium.envs.mujoco": "gymnasium"}
 
 _Env = TypeVar("_Env")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class EnvFactory(Generic[_Env]):
     """Picklable function without arguments that builds an environment.
 
@@ -77,25 +70,22 @@ class EnvFactory(Generic[_Env]):
     'spec'
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        *,
-        instance: Any = None,
-        preload: Sequence[str] = (),
-        examination: Examination | None = None,
-    ) -> None:
-        self._recipe, self.origin = recipe, recipe.origin
-        self._adapters: tuple[Callable[[Any], Any], ...] = ()
-        self.instance = instance
-        self.preload = record.merge_modules(preload)
-        self.examination = examination
-        self.worker: int | None = None
-        self.decision: Decision | None = None
-        self.overrides: Mapping[str, Any] = {}
-        self._entropy: int | None = None  # seed of the group; None for entropy of each process that builds
-        self._attempt = 0  # how often the worker was started before
-        self._creator: uuid.UUID | None = None  # process whose own random generators are never reseeded
+    _recipe: Recipe
+    instance: Any = None
+    preload: tuple[str, ...] = ()
+    examination: Examination | None = None
+    worker: int | None = None
+    decision: Decision | None = None
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    _adapters: tuple[Callable[[Any], Any], ...] = ()
+    _entropy: int | None = None  # seed of the group; None for entropy of each process that builds
+    _attempt: int = 0  # how often the worker was started before
+    _creator: uuid.UUID | None = None  # process whose own random generators are never reseeded
+
+    @property
+    def origin(self) -> str:
+        """Form of the source, see the class."""
+        return self._recipe.origin
 
     def to_source(self) -> str:
         """Return the source code of a function that builds the same environment.
@@ -116,10 +106,8 @@ class EnvFactory(Generic[_Env]):
         :param preload: Names of modules that it needs and that a fork server may import.
         :return: The new factory. This one stays as it is.
         """
-        other: EnvFactory[Any] = self._copy()
-        other._adapters = (*self._adapters, adapt)
-        other.preload = record.merge_modules(self.preload, preload)
-        return other
+        modules = record.merge_modules(self.preload, preload)
+        return dataclasses.replace(self, preload=modules, _adapters=(*self._adapters, adapt))
 
     def for_workers(
         self,
@@ -154,18 +142,18 @@ class EnvFactory(Generic[_Env]):
         """
         _check_workers(num_workers, seed, overrides, devices)
         # A factory of a worker keeps the settings that this call does not replace.
-        factories = []
+        factories: list[EnvFactory[_Env]] = []
+        entropy = self._entropy if seed is None else int(seed)
         for index, decision in enumerate(_decide_for_workers(devices, num_workers, self.instance)):
-            factory = self._copy()
             own = {**self.overrides, **(overrides[index] if overrides is not None else {})}
             decision = decision or self.decision
             self._recipe.check(own, self.instance)
             if decision is not None and "device" in self._recipe.parameters:
                 own.setdefault("device", decision.device)
-            factory.worker, factory.overrides, factory.decision = index, own, decision
-            factory._entropy, factory._attempt = self._entropy if seed is None else int(seed), 0
-            factory._creator = process_identity()
-            factories.append(factory)
+            settings: dict[str, Any] = {"worker": index, "overrides": own, "decision": decision}
+            factories.append(
+                dataclasses.replace(self, **settings, _entropy=entropy, _attempt=0, _creator=process_identity())
+            )
         return factories
 
     def for_attempt(self, attempt: int) -> EnvFactory[_Env]:
@@ -173,9 +161,7 @@ class EnvFactory(Generic[_Env]):
 
         :param attempt: How often the worker was started before.
         """
-        other = self._copy()
-        other._attempt = attempt
-        return other
+        return dataclasses.replace(self, _attempt=attempt)
 
     def __call__(self, **overrides: Any) -> _Env:
         """Build the environment.
@@ -190,37 +176,26 @@ class EnvFactory(Generic[_Env]):
         is_elsewhere, seeded = self.worker is not None and self._creator != process_identity(), set[int]()
         if self.decision is not None:
             apply_in_worker(self.decision, is_creator=not is_elsewhere)
+        stream = None if recipe.takes_arguments else np.random.SeedSequence()
         if self.worker is not None:
             stream = streams.seed_sequence(self._entropy, self.worker, self._attempt)
-        elif not recipe.takes_arguments:
-            stream = np.random.SeedSequence()
-        else:
-            return self._adapt(recipe.build(overrides))
-        if is_elsewhere:
+        if stream is not None and is_elsewhere:
             # Seed before building, so that seeds set by the environment's own code win.
             streams.seed_process(stream)
             if recipe.takes_arguments:
                 recipe.load()  # This imports the environment's modules, whose generators are seeded next.
             streams.seed_shared(stream, seeded)
         environment = recipe.build(overrides)
-        if is_elsewhere:
-            streams.seed_shared(stream, seeded, environment)
-        if not recipe.takes_arguments:
-            streams.seed_copy(environment, stream)
-        streams.seed_unseeded(environment, stream)
-        return self._adapt(environment)
-
-    def _adapt(self, environment: Any) -> _Env:
-        """Pass an environment through the functions that :meth:`then` added."""
+        if stream is not None:
+            if is_elsewhere:
+                streams.seed_shared(stream, seeded, environment)
+            if not recipe.takes_arguments:
+                streams.seed_copy(environment, stream)
+            streams.seed_unseeded(environment, stream)
         for adapt in self._adapters:
             environment = adapt(environment)
         adapted: _Env = environment
         return adapted
-
-    def _copy(self) -> EnvFactory[_Env]:
-        other: EnvFactory[_Env] = EnvFactory.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        return other
 
     def __reduce__(self) -> Any:
         # Plain pickle does not include functions and classes of a script's main module.
@@ -232,9 +207,7 @@ class EnvFactory(Generic[_Env]):
 
 
 def _unpickle_factory(packed: bytes) -> EnvFactory[Any]:
-    factory: EnvFactory[Any] = EnvFactory.__new__(EnvFactory)
-    factory.__dict__.update(pickle.loads(packed))
-    return factory
+    return EnvFactory(**pickle.loads(packed))
 
 
 def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) -> None:
@@ -352,7 +325,18 @@ def convert(
     elif record.is_spec(source):
         factory = _factory_from_spec(source, "spec")
     elif _is_environment(source):
-        factory = _factory_from_instance(source, verify, start_method, adapt, preload, read, timeout)
+
+        def examine(recipe: Recipe, original: Fingerprint, modules: Sequence[str]) -> Examination:
+            return compare.run_in_subprocess(
+                functools.partial(compare.compare_and_measure, recipe, original, adapt, read),
+                functools.partial(pack_values, original),
+                preload=record.merge_modules(modules, preload),
+                start_method=start_method,
+                timeout=timeout,
+                protects_files=True,
+            )
+
+        factory = _factory_from_instance(source, examine if verify else None)
     elif callable(source):
         origin = "class" if isinstance(source, type) else "callable"
         recipe = recipe_of_callable(source, origin, record.source_of_callable(source))
@@ -402,7 +386,7 @@ def _is_environment(source: Any) -> bool:
 def _factory_from_spec(spec: Any, origin: str) -> EnvFactory[Any]:
     build = functools.partial(record.make_from_spec, copy.deepcopy(spec))
     recipe = recipe_of_callable(build, origin, record.source_of_callable(build))
-    return EnvFactory(recipe, preload=("gymnasium", *record.modules_of_callable(spec)))
+    return EnvFactory(recipe, preload=record.merge_modules(["gymnasium"], record.modules_of_callable(spec)))
 
 
 def _factory_from_id(name: str) -> EnvFactory[Any]:
@@ -417,35 +401,28 @@ def _factory_from_id(name: str) -> EnvFactory[Any]:
 
 
 def _factory_from_instance(
-    environment: Any,
-    verify: bool,
-    start_method: str | None,
-    adapt: Callable[[Any], Any] | None,
-    adapter_modules: Sequence[str],
-    read: Callable[[Any], Any] | None,
-    timeout: float | None,
+    environment: Any, examine: Callable[[Recipe, Fingerprint, Sequence[str]], Examination] | None
 ) -> EnvFactory[Any]:
-    """Return a factory that copies an instance; raise if no copy equals the instance."""
+    """Return a factory that copies an instance.
+
+    :param examine: Compares a copy with the fingerprint of the instance. None trusts the first recipe.
+    :raises NotCopyableError: If no copy equals the instance.
+    """
     line = f"lambda: {record.source_of_environment(environment)}"
     kinds = (type(layer) for layer in walk.layers(environment))
     preload = record.preloadable_modules(base.__module__ for kind in kinds for base in kind.__mro__)
     original = fingerprint(environment)
     problems: list[str] = []
     # Without a comparison, a pickle is more likely to include later changes.
-    for constructs in (True, False) if verify else (False, True):
-        recipe = _make_recipe(original, line, problems, constructs=constructs)
-        if recipe is None:
+    for constructs in (False, True) if examine is None else (True, False):
+        try:
+            recipe = recipe_of_instance(original, line, constructs=constructs)
+        except NotCopyableError as error:
+            problems.append(str(error))
             continue
-        if not verify:
+        if examine is None:
             return EnvFactory(recipe, instance=environment, preload=preload)
-        examination = compare.run_in_subprocess(
-            functools.partial(compare.compare_and_measure, recipe, original, adapt, read),
-            functools.partial(pack_values, original),
-            preload=record.merge_modules(preload, adapter_modules),
-            start_method=start_method,
-            timeout=timeout,
-            protects_files=True,
-        )
+        examination = examine(recipe, original, preload)
         if not examination.problems:
             for text, paths in examination.warnings.items():
                 if paths:
@@ -454,39 +431,10 @@ def _factory_from_instance(
             recipe = dataclasses.replace(recipe, changes=examination.changes)
             return EnvFactory(recipe, instance=environment, preload=preload, examination=examination)
         more = f"; {len(examination.problems) - 3} more" if len(examination.problems) > 3 else ""
-        problems.append(f"{_ORIGIN_PHRASES[recipe.origin]}, {'; '.join(examination.problems[:3])}{more}")
+        how = "constructed again" if constructs else "after pickling"
+        problems.append(f"{how}, {'; '.join(examination.problems[:3])}{more}")
     name = line.removeprefix("lambda: ").partition("(")[0]
     raise NotCopyableError(
         f"this {name} cannot be copied into a worker: {'. Also, '.join(problems)}. Pass a function that builds and "
         f"configures it:\n    {line}"
     )
-
-
-def _make_recipe(original: Fingerprint, line: str, problems: list[str], *, constructs: bool) -> Recipe | None:
-    """Return the recipe that constructs an instance again, or unpickles it.
-
-    If that is impossible, add the reason to ``problems`` and return None.
-    """
-    for path, reason in original.unpicklable.items():
-        file = simulators.name_of_output_file(original.objects.get(path))
-        if constructs and file is not None:
-            problems.append(f"it writes to the file {file} ({path}), which a second instance may overwrite")
-            return None
-        if not constructs:
-            problems.append(f"after pickling, it lacks {path} ({reason})")
-            return None
-    try:
-        return recipe_of_instance(original, line, constructs=constructs)
-    except Exception as error:
-        reason = str(error) or type(error).__name__
-        if not constructs:
-            path = unpicklable(original)
-            problems.append(f"after pickling, it lacks {path} ({full_name(type(original.objects[path]))}: {reason})")
-        elif isinstance(error, NotRecordedError):
-            problems.append(
-                "its constructor call was not recorded, because it happened before this package was imported, or in a "
-                "function that was not passed to capture_constructors"
-            )
-        else:
-            problems.append(f"its constructor call cannot be sent to a worker: {reason}")
-        return None

@@ -19,11 +19,10 @@ import numpy as np
 
 from rl_ext_core import _pickle, processes
 from rl_ext_core.errors import InvalidArgumentError, NotCopyableError
-from rl_ext_core.factory import record, walk
+from rl_ext_core.factory import record, simulators, walk
 from rl_ext_core.factory.walk import Fingerprint
 
-__all__ = ["Change", "Examination", "Recipe", "pack_values", "recipe_of_callable", "recipe_of_instance", "unpicklable"]
-
+__all__ = ["Change", "Examination", "Recipe", "pack_values", "recipe_of_callable", "recipe_of_instance"]
 
 Step = tuple[str, Any]
 
@@ -58,10 +57,6 @@ class Examination:
     warnings: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     private_bytes: int | None = None
     read: Any = None
-
-
-class NotRecordedError(Exception):
-    """Raised if an environment, or one among the arguments of its constructor, has no record."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,12 +156,10 @@ def recipe_of_callable(build: Any, origin: str, source: str) -> Recipe:
     try:
         packed = _pickle.dumps(loaded)
     except Exception as error:
-        found = walk.fingerprint(build, code=False)
-        path = unpicklable(found)
-        name = f"{path} ({walk.full_name(type(found.objects[path]))}): " if path else ""
         raise NotCopyableError(
-            f"{source} cannot be pickled for a worker: {name}{str(error) or type(error).__name__}. Create that object "
-            "inside of the function that builds the environment"
+            f"{source} cannot be pickled for a worker: {_describe_unpicklable(walk.fingerprint(build, code=False))}"
+            f"{str(error) or type(error).__name__}. Create that object inside of the function that builds the "
+            "environment"
         ) from error
     return Recipe(
         origin, packed, source, True, _parameters(build), reload_each_time, None if reload_each_time else loaded
@@ -179,8 +172,7 @@ def recipe_of_instance(original: Fingerprint, source: str, *, constructs: bool) 
     :param original: Fingerprint of the instance.
     :param source: Source code that constructs it.
     :param constructs: Whether to repeat the recorded calls of its constructors. Otherwise it is pickled.
-    :raises NotRecordedError: If a constructor call was not recorded.
-    :raises Exception: If the instance, or an argument of a constructor, cannot be pickled.
+    :raises NotCopyableError: If that is impossible. The message is a clause about the instance.
     """
     environment, calls, references = original.objects[""], list[record.Call](), original.references
 
@@ -190,14 +182,30 @@ def recipe_of_instance(original: Fingerprint, source: str, *, constructs: bool) 
             return None
         call = record.call_of(value)
         if call is None:
-            raise NotRecordedError
+            raise NotCopyableError(
+                "its constructor call was not recorded, because it happened before this package was imported, or in a "
+                "function that was not passed to capture_constructors"
+            )
         calls.append(call)
         return call, ()
 
-    if constructs:
-        packed = _pickle.dumps(environment, reduce=reduce)
-    else:  # A copy refers to the globals and class attributes of its own process.
-        packed = _pickle.dumps(environment, (lambda part: references.get(id(part))) if references else None)
+    for path, reason in original.hidden.items():
+        file = simulators.name_of_output_file(original.objects.get(path))
+        if constructs and file is not None:
+            raise NotCopyableError(f"it writes to the file {file} ({path}), which a second instance may overwrite")
+        if not constructs:
+            raise NotCopyableError(f"after pickling, it lacks {path} ({reason})")
+    try:
+        if constructs:
+            packed = _pickle.dumps(environment, reduce=reduce)
+        else:  # A copy refers to the globals and class attributes of its own process.
+            packed = _pickle.dumps(environment, (lambda part: references.get(id(part))) if references else None)
+    except NotCopyableError:
+        raise
+    except Exception as error:
+        what = "its constructor call cannot be sent to a worker" if constructs else "it cannot be pickled"
+        name = "" if constructs else _describe_unpicklable(original)
+        raise NotCopyableError(f"{what}: {name}{str(error) or type(error).__name__}") from error
     specs = record.named_specs(calls)
     origin = ("spec" if calls[0].func is record.make_from_spec else "constructor") if constructs else "pickle"
     loaded = (functools.partial(unpack, packed), specs)
@@ -279,7 +287,7 @@ def _pack_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> C
     steps = _steps_to(original, path)
     if not steps or path not in original.objects:
         return "it cannot be set on a copy"
-    for where, reason in original.unpicklable.items():
+    for where, reason in original.hidden.items():
         if walk.is_part(where, path):
             return reason
     packed = original.objects[path]
@@ -308,8 +316,8 @@ def _steps_to(original: Fingerprint, path: str) -> tuple[Step, ...] | None:
     return tuple(found)
 
 
-def unpicklable(original: Fingerprint) -> str:
-    """Return the path of the innermost part of a value that cannot be pickled."""
+def _describe_unpicklable(original: Fingerprint) -> str:
+    """Return path and class of the innermost part of a value that cannot be pickled, as the start of a clause."""
     found, parts = "", dict[str, list[str]]()
     for path, (holder, _, _) in original.steps.items():
         parts.setdefault(holder, []).append(path)
@@ -321,7 +329,7 @@ def unpicklable(original: Fingerprint) -> str:
                 found = deeper
                 break
         else:
-            return found
+            return f"{found} ({walk.full_name(type(original.objects[found]))}): " if found else ""
 
 
 # ---- In any process: set values on a copy.

@@ -54,17 +54,6 @@ _Recorded = TypeVar("_Recorded", bound=Callable[..., Any])
 
 # A call that creates an object.
 Call = functools.partial[Any]
-_CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
-
-
-def _map_container(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply a function to the parts of a plain container; return other values as is."""
-    kind = type(value)
-    if kind is dict:
-        return {key: change(part) for key, part in value.items()}
-    if kind is functools.partial:
-        return functools.partial(change(value.func), *map(change, value.args), **_map_container(value.keywords, change))
-    return kind(map(change, value)) if kind in _CONTAINERS else value
 
 
 # ---- Recording
@@ -249,8 +238,9 @@ def _freeze(value: Any) -> Any:
     kind = type(value)
     if kind is np.ndarray:
         return value.copy() if value.nbytes <= 100 * _MAX_COPIED_ITEMS else value
-    is_long = kind in _CONTAINERS and kind is not functools.partial and len(value) > _MAX_COPIED_ITEMS
-    return value if is_long else _map_container(value, _freeze)
+    if kind not in (dict, list, tuple, set, frozenset) or len(value) > _MAX_COPIED_ITEMS:
+        return value
+    return {key: _freeze(part) for key, part in value.items()} if kind is dict else kind(map(_freeze, value))
 
 
 def recorded_call(instance: Any) -> Call | None:
@@ -484,9 +474,7 @@ def _source_of_spec(spec: Any) -> str:
 
 def source_of_environment(environment: Any) -> str:
     """Return the source code of the call that creates an environment, with dots if it was not recorded."""
-    call = recorded_call(environment)
-    if call is None and (spec := spec_of(environment)) is not None:
-        call = functools.partial(make_from_spec, spec)
+    call = call_of(environment)
     return f"{_display_name(type(environment))}(...)" if call is None else _source_of_call(call)
 
 

@@ -112,8 +112,8 @@ _PROCESS_BOUND = {
 @functools.lru_cache(maxsize=10_000)
 def why_unpicklable(kind: Any) -> str | None:
     """Return the reason why instances cannot be pickled for another process, or None if they can."""
-    module = str(getattr(kind, "__module__", ""))
-    if module.partition(".")[0] in _PROCESS_BOUND:
+    module, *bases = (str(getattr(base, "__module__", "")) for base in kind.__mro__)
+    if module.partition(".")[0] in _PROCESS_BOUND or any(base.startswith("multiprocessing.") for base in bases):
         return "it belongs to one process"
     is_finalizer = (module, kind.__name__) == ("weakref", "finalize")
     return "its cleanup would run for every copy" if is_finalizer else None
@@ -125,12 +125,6 @@ def name_of_output_file(item: Any) -> str | None:
         if isinstance(item, io.IOBase) and not item.closed and item.writable() and item.fileno() > 2:
             return str(getattr(item, "name", ""))
     return None
-
-
-@functools.lru_cache(maxsize=10_000)
-def has_state_in_other_processes(kind: Any) -> bool:
-    """Whether instances refer to other processes, or to memory shared with them."""
-    return any(str(getattr(base, "__module__", "")).startswith("multiprocessing.") for base in kind.__mro__)
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -37,9 +37,9 @@ Part = tuple[str, "str | None", Any, Any]
 _Found = TypeVar("_Found")
 
 _TORCH_SCALARS = ("dtype", "device", "layout", "memory_format", "Size")
-# First elements of the tokens of immutable values, whose identity does not matter.
-SCALAR_TOKENS = {"NoneType", "bool", "int", "str", "bytes", "number", "value", "tuple", "enum"}
-SCALAR_TOKENS |= {"class", "module", "builtin"}
+# First elements of the tokens of immutable values, whose identity does not matter. A "name" is that of a module, a
+# class or a function, which another process imports.
+SCALAR_TOKENS = {"value", "number", "tuple", "name"}
 _PART_STARTS = ".[({"  # first characters of the step from a holder to a part
 _LONG_CONTAINER = 256  # Longer lists and dictionaries of numbers and strings get a single token.
 _MAX_TEXT = 4096
@@ -52,8 +52,6 @@ STABLE_PACKAGES = sys.stdlib_module_names | {"builtins", "numpy", "torch", "torc
 _OWN_PACKAGES = {"rl_ext_core", "torchrl_ext", "sb3_ext"}  # A checkout counts as installed, too.
 _C_DESCRIPTORS = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
 _NAMED_IN_C = (*_C_DESCRIPTORS, types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodWrapperType)
-# First elements of tokens that are ignored in libraries, because the modules imported so far determine such globals.
-_IMPORT_DEPENDENT = {"module", "class", "function", "builtin"}
 _TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, type(typing.Any), type(typing.List[int]))  # noqa: UP006
 # Classes whose values are equal if their texts are.
 _VALUES = (slice, range, type(...), type(NotImplemented))
@@ -75,8 +73,7 @@ class Fingerprint:
 
     :ivar tokens: Token of each path. Paths of module globals and class attributes begin with ``<``.
     :ivar aliases: Path -> first path of the same object.
-    :ivar opaque: Path -> class name of an object that cannot be inspected.
-    :ivar unpicklable: Path -> reason why a pickle of the object would be wrong. Objects that the user's modules and
+    :ivar hidden: Path -> reason why an object can be neither inspected nor pickled. Objects that the user's modules and
         classes use count, too.
     :ivar references: Object id -> module and qualified name, for objects that are globals or class attributes. Another
         process has its own object there.
@@ -86,8 +83,7 @@ class Fingerprint:
 
     tokens: dict[str, Any] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
-    opaque: dict[str, str] = dataclasses.field(default_factory=dict)
-    unpicklable: dict[str, str] = dataclasses.field(default_factory=dict)
+    hidden: dict[str, str] = dataclasses.field(default_factory=dict)
     references: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     objects: dict[str, Any] = dataclasses.field(default_factory=dict)
     steps: dict[str, tuple[str, str | None, Any]] = dataclasses.field(default_factory=dict)
@@ -181,18 +177,12 @@ def layers(environment: Any) -> Iterator[Any]:
 def is_layer(value: Any) -> bool:
     """Whether a value is an environment or wrapper: its class has ``reset`` and ``step``."""
     kind: Any = type(value)
-    return _has_reset_and_step(kind) and instance_dict(value) is not None
+    return hasattr(kind, "reset") and hasattr(kind, "step") and instance_dict(value) is not None
 
 
 def _cached_per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
     """Cache the results of a function whose argument is a class."""
     return functools.lru_cache(maxsize=10_000)(function)
-
-
-@_cached_per_class
-def _has_reset_and_step(kind: Any) -> bool:
-    names = {name for base in kind.__mro__ for name in vars(base)}
-    return "reset" in names and "step" in names
 
 
 @_cached_per_class
@@ -275,30 +265,29 @@ def _describer(kind: Any) -> Callable[[Any], Any] | None:
     """Return the function that computes the token of a scalar class. None for others."""
     name, torch = kind.__name__, sys.modules.get("torch")
     if kind in (str, bytes):
-        return lambda item: (name, item if len(item) <= _MAX_TEXT else digest(repr(item).encode()))
+        return lambda item: ("value", name, item if len(item) <= _MAX_TEXT else digest(repr(item).encode()))
     if kind in (bool, int, type(None)):
-        return lambda item: (name, item)
+        return lambda item: ("value", name, item)
     if kind in (float, complex) or issubclass(kind, np.generic):
         return lambda item: ("number", name, repr(item))  # As a string, NaN equals itself.
     of_torch = torch is not None and any(kind is getattr(torch, name, None) for name in _TORCH_SCALARS)
     if of_torch or kind in _VALUES or issubclass(kind, (np.dtype, *_TYPING)):
         return lambda item: ("value", name, repr(item))
     if issubclass(kind, enum.Enum):
-        return lambda item: ("enum", full_name(kind), str(item._name_))
+        return lambda item: ("value", full_name(kind), str(item._name_))
     if issubclass(kind, type):
-        return lambda item: ("class", *name_of(item))
+        return lambda item: ("name", *name_of(item))
     if issubclass(kind, (types.ModuleType, logging.Logger)):
-        return lambda item: ("module", item.name if issubclass(kind, logging.Logger) else item.__name__)
+        return lambda item: ("name", name, item.name if issubclass(kind, logging.Logger) else item.__name__)
     if kind is types.FunctionType:
-        return lambda item: ("function", item.__module__, item.__qualname__) if is_global(item) else None
-    return _builtin_token if issubclass(kind, (*_NAMED_IN_C, types.BuiltinFunctionType)) else None
+        return lambda item: ("name", item.__module__, item.__qualname__) if is_global(item) else None
+    return _token_of_builtin if issubclass(kind, (*_NAMED_IN_C, types.BuiltinFunctionType)) else None
 
 
-def _builtin_token(function: Any) -> Any:
+def _token_of_builtin(function: Any) -> Any:
     """Return the token of a function in C; None if it is a method of an instance."""
-    has_owner = not isinstance(getattr(function, "__self__", None), (type, types.ModuleType, type(None)))
-    module = getattr(function, "__module__", None)
-    return None if has_owner else ("builtin", str(module), function.__qualname__)
+    is_method = not isinstance(getattr(function, "__self__", None), (type, types.ModuleType, type(None)))
+    return None if is_method else ("name", str(getattr(function, "__module__", None)), function.__qualname__)
 
 
 def is_number(token: Any) -> bool:
@@ -408,10 +397,8 @@ class _Walk:
     def _visit(self, path: str, item: Any) -> None:
         """Record the object at a path. If it has parts, queue it."""
         self.found.objects[path] = item  # The reference also prevents that Python reuses the id.
-        kind = type(item)
-        describe = _describer(kind)
-        token = None if describe is None else describe(item)
-        if token is None and kind is tuple and None not in (parts := tuple(map(scalar_token, item))):
+        token = scalar_token(item)
+        if token is None and type(item) is tuple and None not in (parts := tuple(map(scalar_token, item))):
             token = ("tuple", parts)
         if token is not None:
             self.found.tokens[path] = token
@@ -428,13 +415,11 @@ class _Walk:
         found = self.found
         self.classes[kind] = None
         found.tokens[path] = "object", full_name(kind)
+        reason = simulators.why_unpicklable(kind)
         if len(path) > _MAX_PATH:  # Paths of a long chain of objects would need too much memory.
-            found.opaque[path] = full_name(kind)
-            return
-        if simulators.has_state_in_other_processes(kind):
-            found.opaque[path] = full_name(kind)
-        if (reason := simulators.why_unpicklable(kind)) is not None:
-            found.unpicklable[path] = reason
+            reason = "it is the end of a long chain of objects"
+        if reason is not None:
+            found.hidden[path] = reason
             return
         for step, operation, key, part in self._parts(path, item):
             where = path + step
@@ -475,7 +460,7 @@ class _Walk:
     def _parts_of_tensor(self, path: str, tensor: Any) -> Iterable[Part]:
         token = self.found.tokens[path] = _tensor_token(tensor, sys.modules["torch"])
         if tensor.device.type == "cpu" and token[-1] != "unread" and tensor.is_shared():
-            self.found.unpicklable[path] = "its memory is shared by processes, and a copy would not share it"
+            self.found.hidden[path] = "its memory is shared by processes, and a copy would not share it"
         return ()
 
     def _parts_of_array(self, path: str, array: Any) -> Iterator[Part]:
@@ -522,7 +507,7 @@ class _Walk:
             reduced = item.__reduce_ex__(4) if reducer is None else reducer(item)
             parts = list(_reduced_parts(reduced, attributes(item))) if isinstance(reduced, tuple) else [reduced]
         except Exception:
-            self.found.opaque[path] = full_name(kind)
+            self.found.hidden[path] = f"{full_name(kind)} cannot be pickled"
             return
         yield from ((f".<reduced {i}>", None, None, part) for i, part in enumerate(parts))
 
@@ -530,27 +515,27 @@ class _Walk:
         """Record a container's length or keys, and yield its attributes and elements."""
         yield from self._parts_of_attributes(path, item)
         kind: Any = type(item)
-        if issubclass(kind, dict):
-            flat, base = _flat_token(item), OrderedDict if issubclass(kind, OrderedDict) else dict
-            labels = None if flat else [_key_label(key) for key in base.keys(item)]
+        if (flat := _flat_token(item)) is not None:
+            self.found.tokens[path] = flat
+        elif issubclass(kind, dict):
+            base = OrderedDict if issubclass(kind, OrderedDict) else dict
+            labels = [_key_label(key) for key in base.keys(item)]
             keys = digest(repr(labels).encode("utf-8", "surrogatepass"))
-            self.found.tokens[path] = flat or ("object", full_name(kind), keys)
-            for index, (key, part) in enumerate(() if flat else base.items(item)):
-                text = labels[index] if labels else None
+            self.found.tokens[path] = "object", full_name(kind), keys
+            for index, (text, (key, part)) in enumerate(zip(labels, base.items(item), strict=True)):
                 # A key without a label is another object in each process, so the item cannot be set by its key.
                 yield (f"[#{index}]", None, None, part) if text is None else (f"[{text}]", "item", key, part)
                 if type(key) is int and text is None:
-                    self.found.unpicklable[f"{path}[#{index}]"] = "its key may be the id of another object"
+                    self.found.hidden[f"{path}[#{index}]"] = "its key may be the id of another object"
                 elif text is None:
                     yield f"[#{index}].<key>", None, None, key
             if isinstance(item, defaultdict):
                 yield ".default_factory", None, None, item.default_factory
         elif issubclass(kind, (list, tuple, deque)):
-            flat = _flat_token(item)
             limit = (item.maxlen,) if issubclass(kind, deque) else ()
-            self.found.tokens[path] = flat or ("object", full_name(kind), len(item), *limit)
+            self.found.tokens[path] = "object", full_name(kind), len(item), *limit
             operation = None if issubclass(kind, tuple) else "item"
-            yield from ((f"[{i}]", operation, i, part) for i, part in enumerate(() if flat else list(item)))
+            yield from ((f"[{i}]", operation, i, part) for i, part in enumerate(list(item)))
         elif issubclass(kind, (set, frozenset)):
             self.found.tokens[path] = "object", full_name(kind), len(item)
             yield from ((f"{{#{index}}}", None, None, part) for index, part in enumerate(sorted(item, key=_sort_key)))
@@ -575,7 +560,7 @@ def _sort_key(item: Any, depth: int = 2) -> str:
 
 def _flat_token(item: Any) -> Any:
     """Return a single token for a long list or dict of numbers and strings, else None."""
-    if len(item) <= _LONG_CONTAINER or type(item) not in (list, dict, deque):
+    if type(item) not in (list, dict, deque) or len(item) <= _LONG_CONTAINER:
         return None
     kinds = set(map(type, item)) | (set(map(type, item.values())) if type(item) is dict else set())
     if not kinds <= {int, float, bool, str, type(None)}:
@@ -633,11 +618,12 @@ class _CodeReader:
             return
         token = plain_token(part)
         if is_installed(module):
-            if not name.startswith("_") and token is not None and token[0] not in _IMPORT_DEPENDENT:
+            # The modules imported so far determine which modules, classes and functions are globals.
+            if not name.startswith("_") and token is not None and token[0] != "name":
                 self._found.tokens[label] = token
             return
         if (reason := simulators.why_unpicklable(kind)) is not None:
-            self._found.unpicklable[label] = reason
+            self._found.hidden[label] = reason
             return
         self._add_identity(label, part, owner, name)
         functions = list(functions_in(part))

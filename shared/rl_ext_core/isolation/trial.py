@@ -55,9 +55,10 @@ def pack_factories(factories: list[EnvFactory[Any]]) -> bytes:
 
     :raises Exception: If they cannot be pickled.
     """
-    recipes = [factory._recipe for factory in factories]
-    loaded = [recipe.load() if recipe.takes_arguments else None for recipe in recipes]
-    return _pickle.dumps([factories, loaded, [factory._adapters for factory in factories]])
+    loaded = (one._recipe.load() if one._recipe.takes_arguments else None for one in factories)
+    return _pickle.dumps(
+        [({**vars(one), "instance": None}, parts) for one, parts in zip(factories, loaded, strict=True)]
+    )
 
 
 def serve(connection: Connection[Any, Any], packed: bytes, folder: str, cwd: str) -> None:
@@ -125,11 +126,10 @@ class _Trial:
         return instance.reset_or_step(operation)
 
     def _load(self) -> dict[str, Any]:
-        self._factories, *parts = pickle.loads(self._packed)
-        for factory, loaded, adapters in zip(self._factories, *parts, strict=True):
+        for attributes, loaded in pickle.loads(self._packed):
+            self._factories.append(EnvFactory(**attributes))
             if loaded is not None:
-                object.__setattr__(factory._recipe, "loaded", loaded)
-            factory._adapters = adapters
+                object.__setattr__(attributes["_recipe"], "loaded", loaded)
         return {}
 
     def _build(self, operation: Operation) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-import json
 import sys
 import types
 from collections.abc import Mapping
@@ -86,10 +85,6 @@ class Verdict:
     step_seconds: float | None = None
     private_bytes: int | None = None
     seconds: float = 0.0
-
-    def to_json(self) -> str:
-        """Return the verdict as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=1)
 
 
 _CONSEQUENCES = {

@@ -86,8 +86,10 @@ def read_attributes(owner: Any) -> dict[str, Any]:
 @functools.lru_cache(1024)
 def _names_of(cls: type) -> list[str]:
     """Return the names in the code of a class's methods that can be attributes of an instance."""
-    values = [getattr(value, "fget", value) for base in cls.__mro__ for value in vars(base).values()]
-    codes = [value.__code__ for value in values if isinstance(value, types.FunctionType)]
+    parts = [part for base in cls.__mro__ for part in vars(base).values()]
+    # type() is used, because a weak proxy of a deleted object has no other attributes.
+    values = [part.fget if issubclass(type(part), property) else part for part in parts]
+    codes = [value.__code__ for value in values if type(value) is types.FunctionType]
     for code in codes:  # the list grows by the functions in functions
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     names = dict.fromkeys(name for code in codes for name in code.co_names if not name.startswith("__"))

@@ -7,7 +7,6 @@ import json
 import pickle
 import random
 import types
-import weakref
 from typing import Any
 
 import cloudpickle
@@ -18,10 +17,6 @@ import pytest
 from rl_ext_core.factory import as_factory
 from tests import programs
 from tests.core.factory.copying import Line, rollout
-
-
-class Gone:
-    """Class whose instance is deleted while a weak proxy of it exists."""
 
 
 class Dice(random.Random):
@@ -35,7 +30,6 @@ class Dice(random.Random):
         self.sides = sides
 
 
-GONE = weakref.proxy(Gone())
 NOISE, LEGACY = np.random.default_rng(42), np.random.RandomState(42)
 OPTIONS = gym.spaces.Dict(speed=gym.spaces.Box(0, 1, (1,)))
 

@@ -16,18 +16,11 @@ Variant = Callable[[str], "functools.partial[Simulator]"]
 
 
 @pytest.fixture(scope="session")
-def compiler() -> str:
-    """Return the path of the C compiler, or skip the test if there is none."""
-    found = shutil.which("cc")
-    if found is None:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Variant:
+    """Return a function that compiles a variant of the toy simulator once. Without a C compiler, skip the test."""
+    compiler, folder = shutil.which("cc"), tmp_path_factory.mktemp("simulators")
+    if compiler is None:
         skip_or_fail("no C compiler (cc) for the toy simulator: apt-get install gcc libc6-dev")
-    return found
-
-
-@pytest.fixture(scope="session")
-def compiled(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Variant:
-    """Return a function that compiles a variant of the toy simulator once."""
-    folder = tmp_path_factory.mktemp("simulators")
     return functools.cache(lambda name: variants.compiled(name, folder, compiler))
 
 

@@ -254,6 +254,32 @@ def make_declared_single() -> SaysSingle:
     return SaysSingle()
 
 
+class HoldsFmu(Plain):
+    """Environment that stores FMPy's description of an FMU.
+
+    :param flag: Value of ``canBeInstantiatedOnlyOncePerProcess`` in the description.
+    """
+
+    def __init__(self, flag: str) -> None:
+        import fmpy
+
+        super().__init__()
+        with tempfile.NamedTemporaryFile("w", suffix=".xml") as file:
+            file.write(FMU_DESCRIPTION.format(flag=flag))
+            file.flush()
+            self._description = fmpy.read_model_description(file.name)
+
+
+FMU_DESCRIPTION = """<fmiModelDescription fmiVersion="2.0" modelName="decay" guid="decay">
+  <CoSimulation modelIdentifier="decay" canBeInstantiatedOnlyOncePerProcess="{flag}"/>
+  <ModelVariables>
+    <ScalarVariable name="state" valueReference="0" causality="output"><Real/></ScalarVariable>
+  </ModelVariables>
+  <ModelStructure><Outputs><Unknown index="1"/></Outputs></ModelStructure>
+</fmiModelDescription>
+"""
+
+
 class BadClose(Plain):
     """Environment that raises when it is closed, always or while others are open."""
 

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from tests.boundaries import ROOT
 from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.isolation import simulator
 from tests.core.isolation.conftest import Variant
-from tests.core.isolation.fmu import Decay, make_fmu
 from tests.core.isolation.variants import (
     BROKEN,
     COLLIDE,
@@ -114,9 +112,10 @@ def test_verdict_is_unknown_if_a_source_cannot_be_pickled() -> None:
 # -- real environments
 
 
-def skip_without(module: str) -> Callable[[], None]:
-    """Return a function that skips the test if a module is not installed."""
-    return lambda: None if importlib.util.find_spec(module) else skip_or_fail(f"{module} is not installed")
+def skip_without(module: str) -> None:
+    """Skip the test if a module is not installed."""
+    if importlib.util.find_spec(module) is None:
+        skip_or_fail(f"{module} is not installed")
 
 
 def pong() -> Any:
@@ -145,21 +144,20 @@ def test_verdict_on_independent_real_environments(source: Any) -> None:
 
 @pytest.mark.slow
 def test_verdict_on_a_library_that_allows_a_single_instance() -> None:
-    skip_without("stable_retro")()
+    skip_without("stable_retro")
     verdict = probe(airstriker)
     assert verdict.isolation is SINGLE
     assert "building the second raises RuntimeError: Cannot create multiple" in verdict.explanation
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("has_flag", [True, False])
-def test_verdict_on_an_fmu_with_and_without_the_flag(has_flag: bool, tmp_path: Path, compiler: str) -> None:
-    skip_without("fmpy")()
-    fmu = make_fmu(tmp_path / "decay.fmu", compiler, **({} if has_flag else {"flag": ""}))
-    verdict = probe(functools.partial(Decay, str(fmu)))
-    # FMPy unpacks a copy of the library for each instance, so they share nothing.
-    assert (verdict.isolation, verdict.declared_by) == ((SINGLE, "environment") if has_flag else (INDEPENDENT, "probe"))
-    assert ("canBeInstantiatedOnlyOncePerProcess" in verdict.explanation) is has_flag
+@pytest.mark.parametrize("flag", ["true", "false"])
+def test_verdict_on_the_description_of_an_fmu_with_and_without_the_flag(flag: str) -> None:
+    skip_without("fmpy")
+    verdict = probe(functools.partial(simulator.HoldsFmu, flag))
+    expected = (SINGLE, "environment") if flag == "true" else (INDEPENDENT, "probe")
+    assert (verdict.isolation, verdict.declared_by) == expected
+    assert ("canBeInstantiatedOnlyOncePerProcess" in verdict.explanation) is (flag == "true")
     assert verdict.step_seconds is not None
 
 
