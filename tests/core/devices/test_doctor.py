@@ -134,6 +134,7 @@ def test_prediction_matches_real_rendering(name: str, environ: dict[str, str]) -
 
 def test_report_omits_secrets_paths_and_other_variables() -> None:
     kept = {"CUDA_VISIBLE_DEVICES": "/dev/nvidia0", "cuda_visible_devices": "1", "MUJOCO_GLL": "egl", "DISPLAY": ":1"}
+    kept |= dict.fromkeys(("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_GPUS_PER_TASK", "WSL_DISTRO_NAME"), "1")
     private = ["NVIDIA_API_KEY", "CUDA_HOME", "MUJOCO_PY_MUJOCO_PATH", "HOME", "SLURM_JOB_USER", "AWS_SECRET"]
     report = examine(machine(2), {**kept, **dict.fromkeys(private, "/home/me")})
     assert json.loads(report.to_json())["environ"] == kept

@@ -12,13 +12,13 @@ from importlib import metadata, util
 from pathlib import Path
 
 import pytest
-import torch
 
 from rl_ext_core.cli.run import plan_program
 from rl_ext_core.devices import Inventory, renderers, resolve
 from rl_ext_core.devices.cuda import Machine
 from tests.core.devices import machines
 from tests.core.devices.fakes import build
+from tests.core.devices.test_mask import shown_by_torch
 
 ROOT = Path(__file__).resolve().parents[3]
 MUJOCO_4 = ROOT / ".venv-mujoco4" / "bin" / "python"
@@ -176,9 +176,7 @@ def test_rule_matches_renderer_on_unusual_masks(renderer: str, lacks: str, selec
 
 @pytest.mark.sample
 @every_renderer
-def test_render_same_selects_compute_gpu_among_eight(
-    renderer: str, select_gpus: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_render_same_selects_compute_gpu_among_eight(renderer: str, select_gpus: Ask) -> None:
     draw = random.Random(8)
     cases: list[Case] = []
     wanted: list[int] = []
@@ -189,7 +187,7 @@ def test_render_same_selects_compute_gpu_among_eight(
         if draw.random() < 0.7:
             environ["CUDA_DEVICE_ORDER"] = draw.choice(["PCI_BUS_ID", "FASTEST_FIRST"])
         counted = range(8) if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" else fastest_first
-        visible = visible_to_torch(environ["CUDA_VISIBLE_DEVICES"], counted, monkeypatch)
+        visible = visible_to_torch(environ["CUDA_VISIBLE_DEVICES"], counted)
         ordinal = draw.randrange(len(visible))
         machine = dataclasses.replace(
             machine_of(order, renderer, 8), fastest_first=tuple(machines.uuid(number) for number in fastest_first)
@@ -205,12 +203,10 @@ def test_render_same_selects_compute_gpu_among_eight(
 
 @pytest.mark.sample
 @pytest.mark.parametrize("by", ["index", "uuid"])
-def test_robosuite_imports_computes_and_renders_right_over_all_masks_and_targets(
-    by: str, select_gpus: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_robosuite_imports_computes_and_renders_right_over_all_masks_and_targets(by: str, select_gpus: Ask) -> None:
     """The mask is changed only where robosuite's import check would reject the index, and never for CUDA."""
     cases, plain, wanted, changed = [], [], [], []
-    shown = {mask: visible_to_torch(mask_text(mask, by), range(4), monkeypatch) for mask in MASKS}
+    shown = {mask: visible_to_torch(mask_text(mask, by), range(4)) for mask in MASKS}
     for order, mask in [*orders_and_masks(), *(((*order, -1), None) for order in ORDERS)]:
         machine = machine_of(order, "robosuite")
         environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask_text(mask, by)}
@@ -223,7 +219,7 @@ def test_robosuite_imports_computes_and_renders_right_over_all_masks_and_targets
             assert decision.gpu.index == gpu
             if "CUDA_VISIBLE_DEVICES" in decision.variables:
                 assert mask is not None
-                assert visible_to_torch(str(after["CUDA_VISIBLE_DEVICES"]), range(4), monkeypatch) == shown[mask]
+                assert visible_to_torch(str(after["CUDA_VISIBLE_DEVICES"]), range(4)) == shown[mask]
                 # A second decision does not change the mask again, and nothing is reported about it.
                 assert resolve(
                     f"cuda:{ordinal}", render="same", renderer="robosuite", inventory=machine, environ=after
@@ -244,18 +240,16 @@ def test_robosuite_imports_computes_and_renders_right_over_all_masks_and_targets
 
 @pytest.mark.sample
 @pytest.mark.parametrize("renderer", ["robosuite", "mujoco", "mujoco 4"])
-def test_program_under_rl_ext_run_computes_and_renders_on_its_gpu(
-    renderer: str, select_gpus: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_program_under_rl_ext_run_computes_and_renders_on_its_gpu(renderer: str, select_gpus: Ask) -> None:
     masks = [None, "3,1", "2,0,1,3", mask_text((3, 0), "uuid")]
     cases, wanted = [], []
     for order, mask in itertools.product(ORDERS, masks):
         machine = machine_of((*order, -1), renderer)
         environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
-        for number, gpu in enumerate(visible_to_torch(mask, range(4), monkeypatch) if mask else range(4)):
+        for number, gpu in enumerate(visible_to_torch(mask, range(4)) if mask else range(4)):
             plan = plan_program(("python",), machine, environ, gpu=str(number), renderer=without_version(renderer))
             after = plan.environment(environ)
-            assert visible_to_torch(after["CUDA_VISIBLE_DEVICES"], range(4), monkeypatch) == [gpu]
+            assert visible_to_torch(after["CUDA_VISIBLE_DEVICES"], range(4)) == [gpu]
             cases.append(case((*order, -1), after))
             wanted.append(gpu)
     assert len(cases) == 288
@@ -275,14 +269,10 @@ def random_mask(draw: random.Random) -> str:
     return ",".join(machines.uuid(number)[: draw.randint(9, 40)] for number in chosen)
 
 
-def visible_to_torch(mask: str, counted: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def visible_to_torch(mask: str, counted: Sequence[int]) -> list[int]:
     """Return the GPUs that a mask shows, by torch's own parser; indices count in CUDA's order."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    entries = torch.cuda._parse_visible_devices()
-    if mask.startswith("GPU-"):
-        uuids = [machines.uuid(number) for number in range(8)]
-        return torch.cuda._transform_uuid_to_ordinals([str(entry) for entry in entries], uuids)
-    return [counted[int(entry)] for entry in entries]
+    uuids = tuple(map(machines.uuid, range(8)))
+    return [uuids.index(found) for found in shown_by_torch(mask, uuids, tuple(map(machines.uuid, counted)))]
 
 
 CONTEXT = """

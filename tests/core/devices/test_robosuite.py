@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from tests.core.devices.fakes.build import require_osmesa
 from tests.core.devices.run_code import run
 
 # Draws a small model with robosuite's own context, within a millisecond.
@@ -21,19 +20,7 @@ def draw(device_id=-1):
     assert sim.render(width=32, height=32, camera_name="above").std() > 10, "nothing was drawn"
     return type(context.gl_ctx).__name__
 """
-LIFT = """
-def lift(steps=3, **options):
-    import numpy, robosuite
-    env = robosuite.make(
-        "Lift", robots="Panda", has_renderer=False, use_camera_obs=True, camera_heights=84, camera_widths=84, **options
-    )
-    env.reset()
-    for _ in range(steps):
-        image = env.step(numpy.zeros(env.action_spec[0].shape))[0]["agentview_image"]
-    return float(image.std())
-"""
 ON_MESA = "resolve('cpu', render='same', renderer='robosuite')"
-WITH_OSMESA = "resolve('cpu', render='cpu', renderer='robosuite', inventory=machine(0, software=False), environ={})"
 NOISE = re.compile(r"Exception ignored|no attribute|Traceback")
 
 # Variables and render_gpu_device_id with which plain robosuite 1.5 fails.
@@ -58,13 +45,6 @@ def test_decision_renders_where_plain_robosuite_fails(variables: dict[str, str],
     assert not NOISE.search(ended.stderr)
 
 
-def test_decision_for_osmesa_renders() -> None:
-    require_osmesa()
-    ended = run(DRAW, f"{WITH_OSMESA}.apply()\nanswer = [draw(7), variables()]", CUDA_VISIBLE_DEVICES="GPU-3f2a")
-    assert ended.answer == ["OSMesaGLContext", ["osmesa", None, "osmesa"]]
-    assert not NOISE.search(ended.stderr)
-
-
 def test_ignored_device_id_of_an_environment_is_a_finding() -> None:
     ended = run(
         f"""
@@ -79,11 +59,3 @@ def test_ignored_device_id_of_an_environment_is_a_finding() -> None:
     (found,) = ended.answer
     assert found[:2] == ["MUJOCO_EGL_DEVICE_ID", "warning"]
     assert found[2] == "robosuite ignores render_gpu_device_id=2, because this variable is set"
-
-
-@pytest.mark.slow
-def test_environments_with_cameras_render_under_a_decision() -> None:
-    drawing = "answer = [lift(render_gpu_device_id=1), lift(render_gpu_device_id=2)]"
-    ended = run(LIFT, f"{ON_MESA}.apply()", drawing, CUDA_VISIBLE_DEVICES="1,0")
-    assert min(ended.answer) > 10, "the images are blank"
-    assert not NOISE.search(ended.stderr)
