@@ -18,13 +18,6 @@ FACTORY = """
 import os
 
 import gymnasium
-from gymnasium.wrappers import AddRenderObservation, ResizeObservation
-
-
-def make():
-    env = gymnasium.make("CartPole-v1", render_mode="rgb_array")
-    return ResizeObservation(AddRenderObservation(env), (64, 64))
-
 
 
 def gives_a_class():
@@ -52,7 +45,6 @@ class Quits(Loud):
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Write a module that defines an environment, and return its name."""
-    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_planned_env.py").write_text(FACTORY)
     (tmp_path / "my_broken_module.py").write_text("raise ValueError('one\\ntwo')")
@@ -94,14 +86,6 @@ def test_environment_that_fails_in_a_step_exits_with_1(capsys: pytest.CaptureFix
 def test_plan_exits_with_1_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHAPE, "--max-bytes", "1MB"]) == 1
     assert "max_bytes: 1 MB" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_sizes_are_measured_on_a_gymnasium_id(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--size", "1000", "--env", "CartPole-v1", "--steps", "150"]) == 0
-    assert "1,000 transitions of 4 float32" in capsys.readouterr().out
-    assert main(["plan", "--size", "1000", "--env", "ale_py:ALE/Pong-v5", "--steps", "150"]) == 0
-    assert "1,000 transitions of 210x160x3 uint8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

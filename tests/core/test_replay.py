@@ -370,28 +370,37 @@ def test_environment_of_another_kind_is_a_wrong_argument(
     assert "Traceback" not in printed
 
 
-def test_environment_that_does_not_crash(
-    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+OTHERS = """
+import random
+from failing_envs import Walk
+
+
+class Drift(Walk):
+    def step(self, action):
+        self.place += random.SystemRandom().random() / 9
+        return super().step(action)
+
+
+def fail_early():
+    return Walk("exception", limit=3.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("failing_envs:Walk", "does not crash, and all observations are equal"),
+        ("others:Drift", "does not crash: first difference at step 1: the environment is not det"),
+        ("others:fail_early", "crashed elsewhere: step "),
+    ],
+)
+def test_crash_that_is_not_reproduced(
+    source: str, expected: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
-    assert main(["replay", str(path), "--env", "failing_envs:Walk"]) == 1
-    assert "does not crash, and all observations are equal" in capsys.readouterr().out
-    (tmp_path / "random_env.py").write_text(
-        "import random\nfrom failing_envs import Walk\n\n\nclass Drift(Walk):\n"
-        "    def step(self, action):\n        self.place += random.SystemRandom().random() / 9\n"
-        "        return super().step(action)\n"
-    )
-    assert main(["replay", str(path), "--env", "random_env:Drift"]) == 1
-    assert "does not crash: first difference at step 1: the environment is not det" in capsys.readouterr().out
-
-
-def test_crash_at_another_step(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
-    (tmp_path / "early_env.py").write_text(
-        "from failing_envs import Walk\n\n\ndef early():\n    return Walk('exception', limit=3.0)\n"
-    )
-    assert main(["replay", str(path), "--env", "early_env:early"]) == 1
-    assert "crashed elsewhere: step " in capsys.readouterr().out
+    (tmp_path / "others.py").write_text(OTHERS)
+    assert main(["replay", str(path), "--env", source]) == 1
+    assert expected in capsys.readouterr().out
 
 
 def test_code_is_executed_only_with_consent(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -213,23 +213,6 @@ def test_memory_does_not_grow_while_a_ring_is_filled_again() -> None:
         sizes.append(store.nbytes)
     assert 400 * layout.frame_bytes <= max(sizes[:800])
     assert sizes[-1] <= 1.5 * max(sizes[:800])
-
-
-@settings(max_examples=60 if "CI" in os.environ else 20)
-@given(layout=layouts(), steps=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60))
-def test_recurring_frames_are_not_confused(layout: StackLayout, steps: list[tuple[int, bool]]) -> None:
-    """The images repeat, so that stacks often continue each other by chance."""
-    rng = np.random.default_rng(0)
-    images = rng.integers(256, size=(6, *layout.shape)).astype(layout.dtype)
-    images[0], images[1] = 0, images[2]
-    images[3] = np.roll(images[2], -layout.frame_channels, axis=layout.axis)
-    plain, store = ReferenceStore(16, 1, layout), make_store(16, 1, layout, codec="patch")
-    before = images[:1]
-    for image, together in steps:
-        after = images[image][None]
-        append_all((plain, store), [(before, after)])
-        before = after if together else images[(image + 1) % 6][None]
-    check_contents(store, plain)
 
 
 def test_interrupted_first_append_of_channel_last_stacks_can_be_repeated() -> None:
