@@ -31,26 +31,17 @@ def run_program(launch_mode: str, text: str, folder: Path, *, preloaded: str, li
         return _run_notebook(text, folder, environ, limit_s)
     script = folder / "train.py"
     script.write_text(text)
-    if launch_mode in ("script", "-c"):
+    if launch_mode == "stdin":
+        options = {"capture_output": True, "text": True, "cwd": folder, "env": environ, "timeout": limit_s}
+        done = subprocess.run([sys.executable, "-"], input=text, **options)  # type: ignore[call-overload]
+    else:
         file = script if launch_mode == "script" else None
         done = programs.run(text, preloaded, file=file, cwd=folder, environ=environ, timeout_s=limit_s)
-        assert done.returncode == 0, f"{launch_mode}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return str(done.stdout)
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=text,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environ,
-        timeout=limit_s,
-    )
     assert done.returncode == 0, f"{launch_mode}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return str(done.stdout)
 
 
 def _run_notebook(text: str, folder: Path, environ: dict[str, str], limit_s: float) -> str:
-    """Run a program as a notebook with cells, and return its output."""
     cells = [nbformat.v4.new_code_cell(part) for part in text.split("# %%\n")]
     book = nbformat.v4.new_notebook(cells=cells)
     client = nbclient.NotebookClient(book, timeout=int(limit_s), kernel_name="python3")

@@ -113,7 +113,8 @@ def start(
         assert server.stdin is not None
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
-        _wait_until_readable(status)
+        # Before the program's supervisor has written to the pipe, a read would return the end of the file.
+        assert select.select([status], [], [], 60)[0], "the server of programs does not answer"
     return Program(folder, status)
 
 
@@ -139,11 +140,6 @@ def _find_server(preloaded: str) -> subprocess.Popen[str]:
         assert server.stdout is not None
         assert server.stdout.readline() == "\n", "the server of programs did not start"
     return _servers[preloaded]
-
-
-def _wait_until_readable(status: int) -> None:
-    """Wait until the program's supervisor has written to the pipe. Before, a read would return the end of the file."""
-    assert select.select([status], [], [], 60)[0], "the server of programs does not answer"
 
 
 def _serve(preloaded: str) -> dict[str, Any]:

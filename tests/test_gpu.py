@@ -51,7 +51,6 @@ def no_waits() -> Iterator[Any]:
 
 
 def fill(buffers: list[Any], *, as_dict: bool = False) -> None:
-    """Add the same transitions to all buffers."""
     layout = StackLayout(IMAGE.shape, np.dtype(np.uint8), 4, 0)
     rng = np.random.default_rng(0)
     for before, after in make_transitions(layout, n_steps=150):
@@ -64,7 +63,6 @@ def fill(buffers: list[Any], *, as_dict: bool = False) -> None:
 
 
 def flat(samples: Any) -> list[torch.Tensor]:
-    """Return the tensors of samples."""
     parts = [part for part in samples if part is not None]
     return [leaf for part in parts for leaf in (part.values() if isinstance(part, dict) else [part])]
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -340,12 +341,10 @@ def test_episodes_equal_those_that_lerobot_reads(lerobot_folder: Path, backend: 
     assert [episode.truncations[-1] for episode in episodes] == [False, True, True]
 
 
-class Spaces:
-    """Environment of which only the spaces are read."""
-
-    def __init__(self, dataset: Any, bound: float) -> None:
-        self.observation_space = dataset.observation_space
-        self.action_space = spaces.Box(-bound, bound, dataset.action_space.shape)
+def make_spaces(dataset: Any, bound: float) -> Any:
+    """Return an environment of which only the spaces are read."""
+    action_space = spaces.Box(-bound, bound, dataset.action_space.shape)
+    return SimpleNamespace(observation_space=dataset.observation_space, action_space=action_space)
 
 
 def test_stores_equal_the_frames_that_lerobot_reads(lerobot_folder: Path) -> None:
@@ -357,7 +356,7 @@ def test_stores_equal_the_frames_that_lerobot_reads(lerobot_folder: Path) -> Non
     following = np.minimum(np.arange(len(items)) + 1, ends.repeat(LEROBOT_LENGTHS))
 
     dataset = open_dataset(lerobot_folder)
-    buffer = CompressedDictReplayBuffer.from_dataset(lerobot_folder, env=Spaces(dataset, bound=2.0))
+    buffer = CompressedDictReplayBuffer.from_dataset(lerobot_folder, env=make_spaces(dataset, bound=2.0))
     for found, rows in ((buffer.observations, slice(None)), (buffer.next_observations, following)):
         np.testing.assert_array_equal(found["images_top"][:, 0].transpose(0, 2, 3, 1), frames[rows])
     np.testing.assert_array_equal(buffer.actions[:, 0] * 2, [item[ACTION] for item in items])
@@ -370,4 +369,4 @@ def test_sb3_buffers_refuse_actions_outside_of_the_bounds(folder: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="pass an env that has them"):
         CompressedDictReplayBuffer.from_dataset(folder)
     with pytest.raises(InvalidArgumentError, match="outside of Box"):
-        CompressedDictReplayBuffer.from_dataset(folder, env=Spaces(dataset, bound=0.01))
+        CompressedDictReplayBuffer.from_dataset(folder, env=make_spaces(dataset, bound=0.01))

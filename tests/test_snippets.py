@@ -21,7 +21,6 @@ OF_READER = re.compile(r"(make_)?my_\w+|MyEnv")  # objects of the reader's progr
 
 
 def read_blocks(page: Path) -> list[str]:
-    """Return the blocks of Python of a page."""
     return [textwrap.dedent(code) for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
@@ -29,7 +28,6 @@ PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.
 
 
 def find_undefined(code: str) -> set[str]:
-    """Return the names that a program uses and does not define."""
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", "--output-format=json", "-"]
     done = subprocess.run(command, input=code, capture_output=True, text=True, check=False)
     return {re.findall(r"`(\w+)`", error["message"])[0] for error in json.loads(done.stdout)}

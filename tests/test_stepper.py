@@ -57,8 +57,6 @@ SEED, ROWS = 7, 5
 
 
 class DictInfoWalk(InfoWalk):
-    """InfoWalk with a Dict observation space."""
-
     observation_space = spaces.Dict(
         place=spaces.Box(-np.inf, np.inf, (4,), F32),
         kind=spaces.Discrete(5),
@@ -237,7 +235,6 @@ class LabRow:
         self.length, self.row, self.key, self.episode = lengths[row], row, key, 0
 
     def _observe(self) -> Any:
-        """Return the observation and the info of a reset or a step."""
         state = np.array([self.row, self.episode, self.age, *self.total, 0], F32)
         return (state if self.key is None else {self.key: state}), {"age": self.age, "number": self.episode}
 
@@ -346,7 +343,6 @@ class CartPoleRow:
 
 
 def make_phys2d(mode: AutoresetMode) -> Any:
-    """Make gymnasium's vectorized CartPole in JAX."""
     return gymnasium.make_vec("phys2d/CartPole-v1", num_envs=ROWS, max_episode_steps=13)
 
 

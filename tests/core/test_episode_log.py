@@ -197,7 +197,6 @@ ACTION_KINDS: dict[str, Callable[[float], Any]] = {
 
 
 def fill(action: Any) -> None:
-    """Change an action that was recorded."""
     if isinstance(action, list):
         action[0] = 7.0
     else:

@@ -70,7 +70,6 @@ class Lasting(gymnasium.Env):
 
 
 def values_of(env: Any) -> list[Any]:
-    """Return what episodes have changed."""
     levels = [*env.array, *env.helper.level, *env.weights.tolist(), *(task.level for task in env.tasks)]
     numbers = [env.table["count"], env.last, env.big[7], env.random.random()]
     return [levels, numbers, env.names, env.members, list(env.recent), env.counts]
@@ -95,18 +94,16 @@ def test_attributes_are_restored_in_place_and_those_of_the_process_stay() -> Non
 
 
 def count_calls() -> Any:
-    """Return a function that counts its calls."""
-    numbers = [0]
+    numbers = 0
 
     def count() -> None:
-        numbers[0] += 1
+        nonlocal numbers
+        numbers += 1
 
     return count
 
 
 class Tagged(list[int]):
-    """List with an attribute."""
-
     tag = 0
 
 

@@ -154,7 +154,6 @@ def record(make: Any, folder: Path, kind: str, crashes: Any, *, seed: int | None
 
 
 def has_left(env: Any, n_steps: int) -> bool:
-    """Return whether a walk has moved far enough to fail."""
     return bool(env.unwrapped.place > env.unwrapped.limit)
 
 

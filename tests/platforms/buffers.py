@@ -229,7 +229,6 @@ def test_frame_storage_in_a_folder_can_be_reopened() -> None:
     from torchrl_ext import FrameStorage
 
     def fill(storage: Any) -> Any:
-        """Fill a storage by a replay buffer, and return it."""
         buffer = TensorDictReplayBuffer(storage=storage, batch_size=8)
         for start in (0, 30):
             pixels = np.stack([compute_observations(number)["exact"][0] for number in range(start, start + 30)])

@@ -32,7 +32,6 @@ def predicted_devices(report: DoctorReport) -> dict[str, tuple[str, int | None, 
 
 
 def lines_to_copy(report: DoctorReport) -> list[str]:
-    """Return all lines of the fixes that a report suggests."""
     return [line for finding in report.findings for line in finding.fix.splitlines()]
 
 

@@ -49,7 +49,6 @@ def select_gpus(drivers: build.Drivers, tmp_path: Path) -> Ask:
     """Return a function that runs a renderer's own selection; -1 is the software device, None a failure."""
 
     def select_gpus(renderer: str, cases: Sequence[Case]) -> list[int | None]:
-        """Return the GPU that the installed renderer selects in each case."""
         python = MUJOCO_4 if renderer == "mujoco 4" else Path(sys.executable)
         if not python.exists():
             build.skip_or_fail(f"{python} is not there; make it with: scripts/make_mujoco4_venv.sh")
@@ -257,7 +256,6 @@ def test_program_under_rl_ext_run_computes_and_renders_on_its_gpu(renderer: str,
 
 
 def mask_text(mask: Sequence[int], by: str) -> str:
-    """Return a mask of GPUs, by index or by UUID."""
     return ",".join(str(number) if by == "index" else machines.uuid(number) for number in mask)
 
 

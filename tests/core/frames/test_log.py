@@ -45,7 +45,6 @@ GRAY = LAYOUTS[0]
 
 
 def observation(layout: StackLayout, **options: Any) -> Observation:
-    """Return the observations of a layout."""
     return Observation(layout.shape, layout.dtype, n_stack=layout.n_stack, axis=layout.axis, **options)
 
 

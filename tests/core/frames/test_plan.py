@@ -35,7 +35,6 @@ class Film(gym.Env[Any, Any]):
         return self.observe(), 0.0, False, self.time >= 40, {}
 
     def observe(self) -> npt.NDArray[Any]:
-        """Return the image at the current time."""
         self.frame[:] = 60
         side = 4 + self.time // 8
         self.frame[10 : 10 + side, self.time : self.time + 10] = self.np_random.integers(200, 250, (side, 10, 1))

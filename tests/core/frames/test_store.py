@@ -89,7 +89,6 @@ class SameAsArrays(RuleBasedStateMachine):
         is_adaptive: bool,
         in_folder: bool,
     ) -> None:
-        """Create the store and the arrays, both empty."""
         self.temporary = Path(tempfile.mkdtemp())
         self.folder = self.temporary / "a" if in_folder else None
         self.layout = {"budget": GRAY, "noise": NOISE}.get(kind) or data.draw(layouts())
@@ -105,7 +104,6 @@ class SameAsArrays(RuleBasedStateMachine):
         self.store = self._open(self.folder)
 
     def _open(self, folder: Path | None) -> Any:
-        """Open a store in a folder, or in memory."""
         sizes = np.int64(self.plain.capacity), np.int64(self.n_envs)
         options = {**self.options, "storage_dir": folder, "resume": folder is not None}
         return make_store(*sizes, self.layout, is_adaptive=self.is_adaptive, **options)
@@ -117,7 +115,6 @@ class SameAsArrays(RuleBasedStateMachine):
 
     @rule(options=episodes())
     def append(self, options: dict[str, Any]) -> None:
-        """Add the same transitions and rows to both."""
         if self.plain.capacity > 40:  # a few rows of noise fill a segment
             options = {**options, "n_steps": 4 * options["n_steps"], "contents": "noise"}
         for step in make_transitions(self.layout, n_envs=self.n_envs, **options):
@@ -131,7 +128,6 @@ class SameAsArrays(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1))
     def drop_newest(self, share: float) -> None:
-        """Drop the newest transitions."""
         count = np.int32(share * self.store.size)
         self.store.drop_newest(count)
         self.plain.position = int(self.plain.position - count) % self.plain.capacity
@@ -139,7 +135,6 @@ class SameAsArrays(RuleBasedStateMachine):
 
     @rule()
     def replace_newest_data(self) -> None:
-        """Change the data of the newest row."""
         if self.store.size:
             newest = (self.store.position - 1) % self.store.capacity
             self.store.rows[newest] = self.rows[newest] = (-1, (7, 8))
@@ -147,7 +142,6 @@ class SameAsArrays(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        """Delete all transitions."""
         self.store.clear()
         self.plain.clear()
 
@@ -188,12 +182,10 @@ class SameAsArrays(RuleBasedStateMachine):
 
     @invariant()
     def both_are_equal(self) -> None:
-        """Compare the store with the arrays after each call."""
         if self.store is not None:
             self._compare(self.store)
 
     def teardown(self) -> None:
-        """Close the store, and delete the temporary folder."""
         if self.store is not None:
             self.store.close()
             shutil.rmtree(self.temporary)

@@ -44,7 +44,6 @@ class ReferenceStore:
         self.clear()
 
     def clear(self) -> None:
-        """Delete all transitions."""
         self.position, self.size = 0, 0
         self.observations[:], self.next_observations[:] = 0, 0
 
@@ -73,7 +72,6 @@ def make_store(
 
 
 def append_all(stores: Iterable[Any], transitions: Iterable[Any]) -> None:
-    """Append the same transitions to several stores."""
     stores = list(stores)
     for pair in transitions:
         for store in stores:

@@ -20,16 +20,12 @@ from typing import Any
 from rl_ext_core.processes import get_context, import_main, on_abnormal_exit
 
 
-class NeedsArgumentsError(Exception):  # it can be pickled, but not unpickled
-    """Exception that can be pickled, but not unpickled."""
-
+class NeedsArgumentsError(Exception):  # can be pickled, but not unpickled
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
 
 
 class UnpicklableError(Exception):
-    """Exception that cannot be pickled."""
-
     def __reduce__(self) -> Any:
         raise TypeError("never")
 
@@ -74,7 +70,6 @@ def serve(pipe: Connection, *rest: Any) -> None:
 
 
 def recurse() -> None:
-    """Call itself until Python raises RecursionError."""
     recurse()
 
 
@@ -114,7 +109,6 @@ def wait_for_a_simulator() -> None:
 
 
 def throw(kind: type[BaseException], *args: Any) -> None:
-    """Raise an exception of this class."""
     raise kind(*args)
 
 
