@@ -30,14 +30,6 @@ def read(notebook: Path) -> Any:
     return nbformat.read(notebook, as_version=4)
 
 
-def run_notebook(name: str, folder: Path, variables: dict[str, str], **options: Any) -> str:
-    notebook = read(EXAMPLES / name)
-    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}, **options)
-    client.execute(env=variables)
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    return "".join(output.get("text", "") for output in outputs)
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_stored_notebook_outputs_match_the_code(path: Path) -> None:
     notebook = read(path)
@@ -95,7 +87,11 @@ def test_notebook_runs(name: str, tmp_path: Path, variables: dict[str, str]) -> 
         skip_or_fail("stable-retro is not installed: pip install stable-retro")
     variables |= dict.fromkeys(("XDG_CACHE_HOME", "TMPDIR"), str(tmp_path))
     # Some notebooks import the environment from a file in their folder.
-    text = run_notebook(f"{name}.ipynb", EXAMPLES if name in IN_EXAMPLES else tmp_path, variables, **options)
+    folder, notebook = EXAMPLES if name in IN_EXAMPLES else tmp_path, read(EXAMPLES / f"{name}.ipynb")
+    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}, **options)
+    client.execute(env=variables)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    text = "".join(output.get("text", "") for output in outputs)
     found = [re.search(part[1:], text) if part[0] == "^" else part in text for part in OUTPUTS[name]]
     assert all(found), text
     if name == "image_replay_plan":

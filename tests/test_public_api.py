@@ -28,17 +28,14 @@ def public_names(module: ModuleType) -> set[str]:
     """Return the names that a module defines, except private ones and modules."""
     # The adapters also export names of the core. A module of the core exports only its own names.
     origins = PACKAGE_ROOTS if module.__name__ in ADAPTERS else (module.__name__, *EXPORTED.get(module.__name__, ()))
-    names = {name for name in dir(module) if not name.startswith("_") and name != "TYPE_CHECKING"}
-    return {name for name in names if _is_defined_in(getattr(module, name), origins)}
-
-
-def _is_defined_in(value: object, origins: tuple[str, ...]) -> bool:
-    """Return whether a value is a constant, or was defined in one of these packages."""
-    if inspect.ismodule(value):
-        return False
-    # Constants have no __module__, and count if they are public.
-    origin = str(getattr(value, "__module__", origins[0]))
-    return any(f"{origin}.".startswith(f"{package}.") for package in origins)
+    found = set()
+    for name in {name for name in dir(module) if not name.startswith("_")} - {"TYPE_CHECKING"}:
+        value = getattr(module, name)
+        # Constants have no __module__, and count if they are public.
+        origin = f"{getattr(value, '__module__', origins[0])}."
+        if not inspect.ismodule(value) and any(origin.startswith(f"{package}.") for package in origins):
+            found.add(name)
+    return found
 
 
 @pytest.mark.parametrize("name", PACKAGES)

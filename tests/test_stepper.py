@@ -14,7 +14,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from torchrl.envs import StepCounter, default_info_dict_reader
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import GymVecEnv
-from tests.jax_venv import ROOT, run_in_jax_venv
+from tests.jax_venv import ROOT
 from tests.torchrl_ext.environments import (
     BoxInfoWalk,
     InfoWalk,
@@ -342,10 +341,6 @@ class CartPoleRow:
         return observation[0], reward[0], terminated[0], truncated[0], info
 
 
-def make_phys2d(mode: AutoresetMode) -> Any:
-    return gymnasium.make_vec("phys2d/CartPole-v1", num_envs=ROWS, max_episode_steps=13)
-
-
 @cache
 def functional_env() -> Any:
     """Return gymnasium's functional CartPole, which is compiled once for all rows."""
@@ -419,22 +414,17 @@ def make_atari_row(env: Any, row: int) -> Any:
     return SingleRowEnv(make_atari(1, NEXT_STEP), row, seeds=True)
 
 
-@cache
-def brax_recipe() -> Any:
+def brax(mode: AutoresetMode) -> Any:
+    """Return a Brax environment of the guide's class, with episodes of 8 steps."""
     guide = (ROOT / "docs/guides/vectorized_gpu.md").read_text(encoding="utf-8")
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "class Brax" in block)
     names: dict[str, Any] = {}
     exec(code, names)
-    return names["BraxVectorEnv"]
-
-
-def brax(mode: AutoresetMode) -> Any:
-    """Return a Brax environment with episodes of 8 steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Brax warns that it is no longer developed
         from brax.envs import create
 
-        return brax_recipe()(create("fast", episode_length=8, auto_reset=False), ROWS)
+        return names["BraxVectorEnv"](create("fast", episode_length=8, auto_reset=False), ROWS)
 
 
 fork = partial(AsyncVectorEnv, context="fork")
@@ -590,7 +580,15 @@ for _form in SameStep.FORMS:
 TABLE["final_obs, no mode"] = TableRow(lambda mode: NoMode("batch"), (SAME_STEP,), CountRow, ())
 # in JAX
 TABLE["Brax"] = TableRow(brax, (SAME_STEP,), BraxRow, (), needs="brax", tolerance=1e-4, steps=40)
-_jax = TableRow(make_phys2d, (NEXT_STEP,), FunctionalRow, (), needs="jax", tolerance=1e-5, steps=40)
+_jax = TableRow(
+    lambda mode: gymnasium.make_vec("phys2d/CartPole-v1", num_envs=ROWS, max_episode_steps=13),
+    (NEXT_STEP,),
+    FunctionalRow,
+    (),
+    needs="jax",
+    tolerance=1e-5,
+    steps=40,
+)
 TABLE["JAX CartPole"] = _jax
 for _name in ("JaxToTorch", "JaxToNumpy"):  # importing them imports JAX
     TABLE[f"JAX CartPole, {_name}"] = wrapped(lambda env, name=_name: getattr(wrappers, name)(env), _jax)
@@ -789,11 +787,10 @@ class TorchRLDriver:
         self.env.close(raise_if_closed=False)
 
 
-TORCHRL_DRIVER = partial(TorchRLDriver, variant="rollout")
 DRIVERS: dict[str, Callable[..., Any]] = {
     "SB3": partial(SB3Driver, infos="all"),
     "SB3, infos of finished rows": partial(SB3Driver, infos="finished"),
-    "TorchRL": TORCHRL_DRIVER,
+    "TorchRL": partial(TorchRLDriver, variant="rollout"),
     "TorchRL, resets by masks": partial(TorchRLDriver, variant="masks"),
     "TorchRL, no infos": partial(TorchRLDriver, variant="no infos"),
     "TorchRL, code of GPUs": partial(TorchRLDriver, variant="GPU"),
@@ -834,54 +831,51 @@ def compare_with_oracle(
     with contextlib.closing(library(env, row, limit=limit)) as stepper:
         if after_ends:
             stepper.end_episodes()
-        _compare_steps(row, env, stepper, limit)
 
+        def check(found: Any, expected: Any, info: Any, expected_info: Any, *where: Any) -> None:
+            assert_same(found, stepper.expected_observation(expected), row.tolerance, where)
+            assert_same(info, expected_info, row.tolerance, (*where, "info"))
 
-def _compare_steps(row: TableRow, env: Any, stepper: Any, limit: int | None) -> None:
-    def check(found: Any, expected: Any, info: Any, expected_info: Any, *where: Any) -> None:
-        assert_same(found, stepper.expected_observation(expected), row.tolerance, where)
-        assert_same(info, expected_info, row.tolerance, (*where, "info"))
-
-    random = np.random.default_rng(SEED)
-    first_results = stepper.reset(SEED)
-    singles = [row.oracle(env, index) for index in range(stepper.count)]
-    kept, copies = [first_results], [copy.deepcopy(first_results)]
-    for index, (single, observation, info) in enumerate(zip(singles, *first_results, strict=True)):
-        expected, reset_info = single.reset(seed=SEED + index)
-        check(observation, expected, info, stepper.expected_info(reset_info, False, True), "reset", index)
-    ages, together = np.zeros(len(singles), int), []
-    for step in range(row.steps):
-        actions = draw_actions(random, env, len(singles))
-        given = actions.copy()
-        turn = stepper.step(given)
-        assert np.array_equal(given, actions), "environments must not write into the caller's actions"
-        kept.append(turn)
-        copies.append(copy.deepcopy(turn))
-        ages += 1
-        for index, single in enumerate(singles):
-            last, reward, terminated, truncated, info = single.step(actions[index])
-            missing_infos = row.missing_infos if terminated or truncated else ""
-            info = {} if missing_infos == "last" else info
-            truncated = truncated or ages[index] == limit
-            ended = bool(terminated or truncated)
-            assert turn.flags[index] == stepper.expected_flags(terminated, truncated), (step, index)
-            assert_same(turn.rewards[index], F32(reward), row.tolerance, (step, index, "reward"))
-            expected_info = stepper.expected_info(info, ended, False)
-            check(turn.observations[index], last, turn.infos[index], expected_info, step, index, ended)
-            if ended:
-                ages[index] = 0
-                last, reset_info = single.reset()
-                reset_info = {} if missing_infos == "resets" else reset_info
-                expected_info = stepper.expected_info(reset_info, False, True)
-                assert_same(turn.reset_infos[index], expected_info, row.tolerance, (step, index, "reset"))
-            found = turn.following[index]
-            assert_same(found, stepper.expected_observation(last), row.tolerance, (step, index, "following"))
-        together.append(int((ages == 0).sum()))
-    assert sum(together) > row.steps / 20
-    for now, then in zip(kept, copies, strict=True):
-        for part, other in zip(now, then, strict=True):
-            for one, another in zip(part, other, strict=True):
-                assert_same(one, another, 0.0, "results must not change later")
+        random = np.random.default_rng(SEED)
+        first_results = stepper.reset(SEED)
+        singles = [row.oracle(env, index) for index in range(stepper.count)]
+        kept, copies = [first_results], [copy.deepcopy(first_results)]
+        for index, (single, observation, info) in enumerate(zip(singles, *first_results, strict=True)):
+            expected, reset_info = single.reset(seed=SEED + index)
+            check(observation, expected, info, stepper.expected_info(reset_info, False, True), "reset", index)
+        ages, together = np.zeros(len(singles), int), []
+        for step in range(row.steps):
+            actions = draw_actions(random, env, len(singles))
+            given = actions.copy()
+            turn = stepper.step(given)
+            assert np.array_equal(given, actions), "environments must not write into the caller's actions"
+            kept.append(turn)
+            copies.append(copy.deepcopy(turn))
+            ages += 1
+            for index, single in enumerate(singles):
+                last, reward, terminated, truncated, info = single.step(actions[index])
+                missing_infos = row.missing_infos if terminated or truncated else ""
+                info = {} if missing_infos == "last" else info
+                truncated = truncated or ages[index] == limit
+                ended = bool(terminated or truncated)
+                assert turn.flags[index] == stepper.expected_flags(terminated, truncated), (step, index)
+                assert_same(turn.rewards[index], F32(reward), row.tolerance, (step, index, "reward"))
+                expected_info = stepper.expected_info(info, ended, False)
+                check(turn.observations[index], last, turn.infos[index], expected_info, step, index, ended)
+                if ended:
+                    ages[index] = 0
+                    last, reset_info = single.reset()
+                    reset_info = {} if missing_infos == "resets" else reset_info
+                    expected_info = stepper.expected_info(reset_info, False, True)
+                    assert_same(turn.reset_infos[index], expected_info, row.tolerance, (step, index, "reset"))
+                found = turn.following[index]
+                assert_same(found, stepper.expected_observation(last), row.tolerance, (step, index, "following"))
+            together.append(int((ages == 0).sum()))
+        assert sum(together) > row.steps / 20
+        for now, then in zip(kept, copies, strict=True):
+            for part, other in zip(now, then, strict=True):
+                for one, another in zip(part, other, strict=True):
+                    assert_same(one, another, 0.0, "results must not change later")
 
 
 def draw_actions(random: Any, env: Any, count: int) -> Any:
@@ -892,17 +886,16 @@ def draw_actions(random: Any, env: Any, count: int) -> Any:
 
 
 def skip_without(module: str) -> None:
-    """Skip a test if a module is not installed, and name the test that runs it instead."""
+    """Skip a test if a module is not installed, and name the file that runs it instead."""
     if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed here; test_rows_that_need_another_virtual_environment runs these rows")
+        pytest.skip(f"{module} is not installed here; test_venvs.py runs these rows")
 
 
-warnings_of_envpool = [
+pytestmark = [
     # The pool was made with the seed that the drivers set.
     pytest.mark.filterwarnings("ignore:EnvPool seeds are fixed"),
     pytest.mark.filterwarnings("ignore:.*precision lowered by casting"),  # gymnasium warns about EnvPool's spaces
 ]
-pytestmark = warnings_of_envpool
 IDS = [f"{name}-{mode.value}" for name, mode in CASES]
 
 
@@ -1041,25 +1034,3 @@ def test_wrong_env_type_of_a_jax_environment_is_rejected(env_type: str, wrapper:
     env = gymnasium.make_vec("phys2d/CartPole-v1", num_envs=ROWS, vectorization_mode="vector_entry_point")
     with pytest.raises(InvalidArgumentError, match=rf"env_type='{env_type}'.* jax. Use env_type='jax'"):
         run_episodes(wrapper, env, env_type=env_type)
-
-
-# -- the rows that need .venv-jax
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "some",
-    [
-        "not masks and not finished and not infos and (rows_equal or rejected)",
-        pytest.param("not registered", marks=pytest.mark.exhaustive),
-    ],
-    ids=["some", "all"],
-)
-def test_rows_that_need_another_virtual_environment(some: str, tmp_path: Path) -> None:
-    """Run the rows for EnvPool, JAX and Brax in .venv-jax."""
-    if importlib.util.find_spec("envpool") is not None:
-        pytest.skip("these rows run here")
-    options = ("-q", "-p", "no:cacheprovider", "-m", "", "-k", f"(EnvPool or JAX or Brax) and {some}", __file__)
-    summary = run_in_jax_venv(tmp_path, "-m", "pytest", f"--rootdir={ROOT}", *options).splitlines()[-1]
-    assert "passed" in summary
-    assert "skipped" not in summary

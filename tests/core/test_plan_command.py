@@ -84,17 +84,16 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "my_environments"
 
 
-def test_estimates_are_printed_as_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_are_printed_as_a_table_or_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(planning, "available_memory", lambda: 24_000_000_000)
     assert main(SHAPE) == 0
     text = capsys.readouterr().out
-    assert "1,000,000 transitions of 100x100x9 uint8; n_stack 3, n_envs 1" in text
-    assert "ESTIMATES" in text
-    assert "free memory: 24 GB" in text
-    assert "180 GB" in text
-
-
-def test_json_option_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    for part in ("1,000,000 transitions of 100x100x9 uint8; n_stack 3, n_envs 1", "ESTIMATES", "free memory: 24 GB"):
+        assert part in text
+    assert main([*SHAPE, "--max-bytes", "1MB"]) == 1
+    assert "max_bytes: 1 MB" in capsys.readouterr().out
     assert main([*SHAPE, "--json", "--stack", "3", "--envs", "8"]) in (0, 1)
     found = json.loads(capsys.readouterr().out)
     assert (found["n_stack"], found["n_envs"], found["measured"]) == (3, 8, False)
@@ -114,11 +113,6 @@ def test_environment_that_fails_in_a_step_exits_with_1(capsys: pytest.CaptureFix
     printed = capsys.readouterr()
     assert printed.out == ""
     assert f"--env '{module}:Quits' raised SystemExit: 0 while it was created or stepped" in printed.err
-
-
-def test_plan_exits_with_1_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHAPE, "--max-bytes", "1MB"]) == 1
-    assert "max_bytes: 1 MB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -69,13 +69,6 @@ def collect_rewards(environment: Any, seed: int) -> list[float]:
     return [float(environment.step(NOTHING)[1]) for _ in range(5)]
 
 
-def test_second_instance_in_a_process_fails() -> None:
-    for _ in range(2):  # a new instance is allowed once the first is closed
-        with contextlib.closing(Simulator()) as environment:
-            assert collect_rewards(environment, 1) == collect_rewards(environment, 1) != collect_rewards(environment, 2)
-            expect_error(RuntimeError, "only one instance per process", Simulator)
-
-
 def test_make_vec_env_starts_one_process_per_instance() -> None:
     if is_missing("sb3_ext"):
         return

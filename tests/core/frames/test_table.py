@@ -24,12 +24,6 @@ def make_video(n: int, seed: int) -> tuple[Any, Any]:
     return stacks[:-1].copy(), stacks[1:].copy()
 
 
-def put(table: FrameTable, rows: Any, stacks: Any, nexts: Any) -> None:
-    """Write rows and keep them."""
-    table.put(rows, stacks, nexts)
-    table.commit()
-
-
 def read(table: FrameTable, rows: Any) -> Any:
     """Return the observations and next observations of rows."""
     outs = np.empty((2, len(rows), *SHAPE), np.uint8)
@@ -57,7 +51,8 @@ def test_rows_in_any_order_stay_as_they_were_first_read(options: Any, in_folder:
             table.roll_back()
             continue
         rows = random.permutation(N_ROWS)[:60] if seed > 8 else np.arange(seed * 60, seed * 60 + 60) % N_ROWS
-        put(table, rows, stacks, nexts)
+        table.put(rows, stacks, nexts)
+        table.commit()
         expected[:, rows] = (stacks, nexts) if lossless else read(table, rows)
         # Copies of rows to other segments do not add errors.
         np.testing.assert_array_equal(read(table, np.arange(N_ROWS)), expected)

@@ -49,8 +49,7 @@ def test_first_failure_kills_the_other_workers_without_leaks(method: str, tmp_pa
             pids = [worker.pid for worker in workers.workers]
             workers.ask(2, "pid")  # it has started
             workers.pipes[2].send("hang_in_c")
-            with pytest.raises(WorkerError), workers.watch.operation("step"):
-                workers.ask(1, "raise_bad_level")
+            workers.fail("raise_bad_level")
             workers.watch.stop()
             assert [worker.exitcode for worker in workers.workers] == [-signal.SIGKILL, 1, -signal.SIGKILL]
             assert not any(map(psutil.pid_exists, [pid for pid in pids if pid]))

@@ -25,11 +25,6 @@ class NeedsArgumentsError(Exception):  # can be pickled, but not unpickled
         super().__init__(f"{first} and {second}")
 
 
-class UnpicklableError(Exception):
-    def __reduce__(self) -> Any:
-        raise TypeError("never")
-
-
 class RaisesWhenUnpickledError(Exception):
     """Exception whose unpickling raises a RuntimeError."""
 
@@ -212,7 +207,6 @@ ACTIONS |= {
     "kill_after_a_grandchild_crashed": functools.partial(kill_after_a_grandchild, segfault),
     "kill_after_a_grandchild_raised": functools.partial(kill_after_a_grandchild, raise_bad_level),
     "raise_needs_arguments": functools.partial(throw, NeedsArgumentsError, "one", "two"),
-    "raise_unpicklable": functools.partial(throw, UnpicklableError, "lock inside"),
     "raise_when_unpickled": functools.partial(throw, RaisesWhenUnpickledError, "a trap"),
     "raise_hostile": functools.partial(throw, HostileError),
     "raise_memory_error": functools.partial(throw, MemoryError, "too small"),

@@ -7,12 +7,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import gymnasium
-import numpy as np
 import pytest
-import torch
 
 from rl_ext_core._environment_source import as_gymnasium_env
-from rl_ext_core._values import copy_output
 from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError, MissingDependencyError
 from rl_ext_core.vector.environments import EpisodeMonitor
 from tests.sb3_ext.vec_test_envs import Counting
@@ -78,16 +75,3 @@ def test_old_gym_environments_are_converted_by_shimmy(
     monkeypatch.setitem(sys.modules, "shimmy", None)  # type: ignore[arg-type]
     with pytest.raises(MissingDependencyError, match=rf"gym 0\.{version}, .*{name}\(env=env\)"):
         as_gymnasium_env(env)
-
-
-def test_copies_of_outputs_share_no_memory() -> None:
-    weight = torch.ones(2, requires_grad=True)
-    output = {"array": np.zeros(2), "nested": {"list": [np.zeros(2)]}, "tensor": weight * 2, "flat": {"a": 1, "b": "c"}}
-    copied = copy_output(output)
-    output["array"][:] = output["nested"]["list"][0][:] = 5  # type: ignore[index]
-    with torch.no_grad():
-        output["tensor"][:] = 5  # type: ignore[index]
-    output["flat"]["a"] = 5  # type: ignore[index]
-    assert copied["array"].tolist() == copied["nested"]["list"][0].tolist() == [0, 0]
-    assert copied["tensor"].tolist() == [2, 2]
-    assert copied["flat"] == {"a": 1, "b": "c"}
