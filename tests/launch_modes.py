@@ -33,7 +33,7 @@ def run_program(launch_mode: str, text: str, folder: Path, *, preloaded: str, li
     script.write_text(text)
     if launch_mode == "stdin":
         options = {"capture_output": True, "text": True, "cwd": folder, "env": environ, "timeout": limit_s}
-        done = subprocess.run([sys.executable, "-"], input=text, **options)  # type: ignore[call-overload]
+        done = subprocess.run([sys.executable, "-"], input=text, **options)
     else:
         file = script if launch_mode == "script" else None
         done = programs.run(text, preloaded, file=file, cwd=folder, environ=environ, timeout_s=limit_s)

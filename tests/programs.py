@@ -110,7 +110,6 @@ def start(
     }
     with _lock:
         server = _find_server(preloaded)
-        assert server.stdin is not None
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
         # Before the program's supervisor has written to the pipe, a read would return the end of the file.
@@ -137,7 +136,6 @@ def _find_server(preloaded: str) -> subprocess.Popen[str]:
         _servers[preloaded] = server = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=environ, start_new_session=True
         )
-        assert server.stdout is not None
         assert server.stdout.readline() == "\n", "the server of programs did not start"
     return _servers[preloaded]
 

@@ -84,7 +84,7 @@ print(model.num_timesteps, Killed.steps, model.replay_buffer.size(), round(model
 @pytest.mark.slow
 def test_resume_guide_example_continues_at_the_checkpoint(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "guides" / "resume.md").read_text()
-    lines = re.search(r"## Buffers in files.*?```python\n(.*?)```", page, re.DOTALL)[1]  # type: ignore[index]
+    lines = re.search(r"## Buffers in files.*?```python\n(.*?)```", page, re.DOTALL)[1]
     for written, short in (
         ("env = make_my_env()\n", ""),
         ("10_000_000", "800"),
@@ -97,7 +97,7 @@ def test_resume_guide_example_continues_at_the_checkpoint(tmp_path: Path) -> Non
     def run(killed_at: int) -> subprocess.CompletedProcess[str]:
         code = _RESUME_SCRIPT.format(killed_at=killed_at, lines=lines)
         environ = {**os.environ, "TMPDIR": str(tmp_path)}  # for SB3's logs
-        return programs.run(code, "sb3", cwd=tmp_path, environ=environ)  # type: ignore[no-any-return]
+        return programs.run(code, "sb3", cwd=tmp_path, environ=environ)
 
     assert run(killed_at=111).returncode == 9  # before the first checkpoint
     assert run(killed_at=350).returncode == 9

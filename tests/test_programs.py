@@ -38,7 +38,7 @@ def test_forked_program_shows_the_same_as_a_new_interpreter(is_script: bool, tmp
         file.write_text(SHOWS)
     command = [sys.executable, *([str(file)] if file else ["-c", SHOWS]), "a", "b"]
     options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "cwd": tmp_path, "env": environ}
-    cold = subprocess.run(command, check=False, **options)  # type: ignore[call-overload]
+    cold = subprocess.run(command, check=False, **options)
     warm = programs.run(SHOWS, "sb3", "a", "b", file=file, cwd=tmp_path, environ=environ)
     assert warm.stdout == cold.stdout != ""
     assert warm.stderr == cold.stderr

@@ -58,11 +58,6 @@ def test_public_names_have_docstrings(name: str) -> None:
             assert not doc.startswith(f"{public}("), f"{name}.{public} has no docstring of its own"
 
 
-@pytest.mark.parametrize("name", PACKAGE_ROOTS)
-def test_package_ships_type_information(name: str) -> None:
-    assert (Path(str(importlib.import_module(name).__file__)).parent / "py.typed").is_file()
-
-
 def test_version_equals_the_distribution_version() -> None:
     assert version("rl-ext") == rl_ext_core.__version__
 

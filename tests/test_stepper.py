@@ -642,7 +642,7 @@ class SB3Driver:
     """
 
     def __init__(self, env: Any, row: TableRow, infos: str, limit: int | None = None) -> None:
-        self.venv = GymVecEnv(env, infos=infos, **row.options)  # type: ignore[arg-type]
+        self.venv = GymVecEnv(env, infos=infos, **row.options)
         self.keys, self.all = row.infos, infos == "all"
         self.count, self.actions = self.venv.num_envs, self.venv.action_space
 
@@ -774,7 +774,7 @@ class TorchRLDriver:
         flags = torch.cat([after["terminated"], after["truncated"]], 1).tolist()
         return Turn(
             observations, after["reward"].flatten().numpy(), list(map(tuple, flags)), infos, following, reset_infos
-        )  # type: ignore[arg-type]
+        )
 
     def end_episodes(self) -> None:
         """Step until an episode has ended, without resetting it."""

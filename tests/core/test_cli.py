@@ -128,11 +128,11 @@ def status_of(arguments: Sequence[str]) -> Any:
 def test_verify_reports_a_renderer_that_fails_as_an_error() -> None:
     command = [sys.executable, "-m", "rl_ext_core", "doctor", "--verify", "--renderer", "mujoco"]
     options = {"env": environment(), "capture_output": True, "text": True, "check": False, "timeout": 120}
-    done = subprocess.run(command, **options)  # type: ignore[call-overload]
+    done = subprocess.run(command, **options)
     assert re.search(r"^mujoco .*llvmpipe.* as predicted", done.stdout, re.M)
     assert done.returncode in (0, 1)  # other renderers fail on a machine without a display
     assert done.stderr == ""
-    done = subprocess.run([*command, "--device", "cuda:0", "--json"], **options)  # type: ignore[call-overload]
+    done = subprocess.run([*command, "--device", "cuda:0", "--json"], **options)
     assert done.returncode == 1
     data = json.loads(done.stdout)
     assert [entry["name"] for entry in data["verified"]] == ["mujoco"]

@@ -91,23 +91,19 @@ def test_relative_paths_and_ids_are_distinguished(tmp_path: Path, root: Path, mo
             open_dataset(source)
 
 
-def test_lerobot_datasets_are_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "meta").mkdir()
-    (tmp_path / "meta" / "info.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(MissingDependencyError, match=r"LeRobot dataset .* needs the package 'av'(?s:.*)\[lerobot\]"):
-        open_dataset(tmp_path)
-
-
 def test_missing_package_is_reported_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "mine")
-    monkeypatch.setitem(sys.modules, "h5py", None)
+    (tmp_path / "robot" / "meta").mkdir(parents=True)
+    (tmp_path / "robot" / "meta" / "info.json").write_text("{}")
     monkeypatch.delitem(sys.modules, "minari.dataset._storages.hdf5_storage")
-    with pytest.raises(MissingDependencyError, match=r"h5py.*\n.*pip install .*\[datasets\]"):
-        open_dataset(tmp_path / "mine")
-    monkeypatch.setitem(sys.modules, "minari", None)
-    with pytest.raises(MissingDependencyError, match=r"minari.*\n.*pip install .*\[datasets\]"):
-        open_dataset(tmp_path / "mine")
+    for package, source, text in (
+        ("av", "robot", r"LeRobot dataset .* needs the package 'av'(?s:.*)\[lerobot\]"),
+        ("h5py", "mine", r"h5py.*\n.*pip install .*\[datasets\]"),
+        ("minari", "mine", r"minari.*\n.*pip install .*\[datasets\]"),
+    ):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(MissingDependencyError, match=text):
+            open_dataset(tmp_path / source)
 
 
 @pytest.mark.parametrize("data_format", ["hdf5", "arrow"])
@@ -156,31 +152,25 @@ def test_other_spaces_are_refused_by_name(tmp_path: Path, space: Any, name: str)
         open_dataset(tmp_path / "mine")
 
 
-def test_existing_target_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(InvalidArgumentError, match="exists already"):
-        write(tmp_path / "mine")
-    assert not list((tmp_path / "mine").iterdir())
-
-
-def test_failure_leaves_no_files(tmp_path: Path) -> None:
+def test_failure_leaves_no_files_and_changes_none(tmp_path: Path) -> None:
     def fail() -> Iterator[Episode]:
         yield from random_episodes(VECTOR, ACTIONS)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         write_dataset(tmp_path / "mine", fail(), VECTOR, ACTIONS)
-    for problem, text in (
-        ([], "no episodes"),
-        (random_episodes(VECTOR, spaces.Discrete(9, start=-1)), "are from 3 to 7"),
+    (tmp_path / "existing").mkdir()
+    good, other_actions = random_episodes(VECTOR, ACTIONS), random_episodes(VECTOR, spaces.Discrete(9, start=-1))
+    for target, episodes, options, text in (
+        (tmp_path / "mine", [], {}, "no episodes"),
+        (tmp_path / "mine", other_actions, {}, "are from 3 to 7"),
+        (tmp_path / "mine", good, {"data_format": "csv"}, "expected one of"),
+        (tmp_path / "existing", good, {}, "exists already"),
+        ("", good, {}, "empty"),
     ):
         with pytest.raises(InvalidArgumentError, match=text):
-            write_dataset(tmp_path / "mine", problem, VECTOR, ACTIONS)
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(InvalidArgumentError, match="expected one of"):
-        write(tmp_path / "mine", data_format="csv")
-    with pytest.raises(InvalidArgumentError, match="empty"):
-        write("")
+            write_dataset(target, episodes, VECTOR, ACTIONS, **options)
+    assert [*tmp_path.rglob("*")] == [tmp_path / "existing"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every folder")

@@ -36,7 +36,7 @@ class Adjustable(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.rng = np.random.default_rng(5)
 
     def shift(self, by: float) -> None:
-        self.rng.bit_generator.advance(int(by))  # type: ignore[attr-defined]
+        self.rng.bit_generator.advance(int(by))
 
     def step(self, action: Any) -> Any:
         observation, *rest = self.env.step(action)
@@ -87,7 +87,6 @@ def check_repetition(log: EpisodeLog | None, observation: Any, make: Callable[[]
     assert repetition.first_difference is None
     np.testing.assert_array_equal(repetition.observation, observation)
     again = env.episode_log()
-    assert again is not None
     assert (again.checksums, again.generators) == (log.checksums, log.generators)
     return env
 
@@ -235,7 +234,7 @@ def test_episodes_of_recorders_are_repeated(size: int, data: st.DataObject) -> N
     if (log := env.episode_log()) is not None:
         check_repetition(log, observation, make)
         if log.steps:
-            log.checksums[-1 if log.calls[-1][0] == "step" else 0] ^= 1  # type: ignore[operator]
+            log.checksums[-1 if log.calls[-1][0] == "step" else 0] ^= 1
             assert EpisodeRecorder(make()).repeat(log).first_difference is not None
 
 
@@ -319,14 +318,12 @@ def test_call_that_raised_ends_the_log_until_the_next_reset() -> None:
     with pytest.raises(ValueError, match="planted"):
         env.step(0)
     log = env.episode_log()
-    assert log is not None
     assert (log.steps, log.is_interrupted) == (5, True)
     env.step(0)
     assert env.episode_log() is None
     env.reset()
     env.step(1)
     log = env.episode_log()
-    assert log is not None
     assert (log.steps, log.is_interrupted) == (1, False)
 
 
@@ -349,5 +346,4 @@ def test_step_of_a_subclass_is_called() -> None:
     env.reset(seed=0)
     env.step(1)
     log = env.episode_log()
-    assert log is not None
     assert log.calls[-1] == ("step", 0)

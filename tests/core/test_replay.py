@@ -129,7 +129,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "failing_envs", raising=False)
-    import failing_envs  # type: ignore[import-not-found]
+    import failing_envs
 
     yield failing_envs
     sys.modules.pop("failing_envs", None)
@@ -150,7 +150,6 @@ def record(make: Any, folder: Path, kind: str, crashes: Any, *, seed: int | None
         env.step(np.int64(actions.integers(env.action_space.n)) if action is None else action)
         n_steps += 1
     log = env.episode_log()
-    assert log is not None
     log = EpisodeLog(log.generators, log.settings, log.calls, log.checksums[:-1])
     factory = as_factory(functools.partial(make, kind=kind)).for_workers(1)[0]
     return write_capsule(folder, factory=factory, log=log, failure=KINDS[kind], environment=2, **options)
@@ -325,8 +324,8 @@ def test_lines_of_the_guide_repeat_a_crash(seed: int | None, failing: Any, tmp_p
     names = {"make_my_env": lambda: EpisodeRecorder(build(kind="exception"))}
     with pytest.raises(ArithmeticError):
         exec(code, names)
-    names["episode"].close()  # type: ignore[attr-defined]
-    repeated = names["env"].episode_log()  # type: ignore[attr-defined]
+    names["episode"].close()
+    repeated = names["env"].episode_log()
     assert repeated.checksums == log.checksums
     assert repeated.steps == log.steps == 7
 

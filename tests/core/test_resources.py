@@ -118,9 +118,7 @@ def test_private_memory_is_the_sum_of_clean_and_dirty_pages(tree: Tree) -> None:
 def test_resources_of_this_machine_are_plausible() -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
     available, private = available_memory(), private_memory()
-    assert available is not None
     assert 0 < available <= psutil.virtual_memory().total
-    assert private is not None
     assert 0 < private <= psutil.Process().memory_info().rss
     assert private_memory(os.getpid()) is not None
 

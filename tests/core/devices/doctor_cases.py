@@ -51,7 +51,7 @@ def report_as_text(report: DoctorReport, width: int = 120) -> str:
     """Return the text that ``rl-ext doctor`` prints for a report on a console of this width."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     print_report(report, console)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    text: str = console.file.getvalue()
     return text
 
 

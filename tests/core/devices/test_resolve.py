@@ -368,7 +368,7 @@ def test_decision_is_explained_serialized_and_frozen() -> None:
     data = json.loads(json.dumps(dataclasses.asdict(decision)))
     assert (data["device"], data["variables"][INDEX]) == ("cuda:1", "3")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        decision.reason = "other"  # type: ignore[misc]
+        decision.reason = "other"
 
 
 # Pieces of valid values, so that generated values are almost valid.

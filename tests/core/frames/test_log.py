@@ -38,7 +38,7 @@ from tests.core.frames.numbered import (
     compute_observations,
     open_store,
 )
-from tests.core.frames.transitions import LAYOUTS, ReferenceStore, make_transitions
+from tests.core.frames.transitions import LAYOUTS, ReferenceStore, append_all, make_transitions
 from tests.forks import result_in_fork
 
 GRAY = LAYOUTS[0]
@@ -91,9 +91,7 @@ def test_jpeg_frames_are_decoded_as_simplejpeg_decodes_them(last: bool) -> None:
 
 def test_handles_of_equal_observations_are_equal() -> None:
     store, plain = FrameStore(60, 2, observation(GRAY)), ReferenceStore(60, 2, GRAY)
-    for step in make_transitions(GRAY, n_steps=100):
-        store.append(*step)
-        plain.append(*step)
+    append_all((store, plain), make_transitions(GRAY, n_steps=100))
     rows, envs = np.repeat(np.arange(60), 2), np.tile(np.arange(2), 60)
     handles, next_handles = store.handles(rows, envs)
     for found, expected in ((handles, plain.observations), (next_handles, plain.next_observations)):

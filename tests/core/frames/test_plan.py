@@ -67,7 +67,6 @@ def test_estimates_are_marked_and_have_a_range() -> None:
     assert "ESTIMATES, not measured" in text
     assert "--env ID" in text
     for row in found.rows[2:]:
-        assert row.range is not None
         assert row.range[0] <= row.bytes_a_transition <= row.range[1]
     assert max(map(len, text.splitlines())) <= 120
 

@@ -132,7 +132,6 @@ def test_workers_and_their_children_end_with_the_parent(number: signal.Signals, 
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     parent = subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     *own_session, _, _, _, _, _, _, _ = pids = list(map(int, parent.stdout.readline().split()))
     parent.send_signal(number)
     wait_until_ended(pids[len(own_session) :])

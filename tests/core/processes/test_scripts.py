@@ -96,7 +96,7 @@ class Program:
             text=True,
             env=environ,
             start_new_session=True,
-            **options,  # type: ignore[call-overload]
+            **options,
         )
         self.running.append(process)
         return process
@@ -190,7 +190,6 @@ def test_ctrl_c_interrupts_only_the_parent(starting: bool, method: str, program:
             sys.exit(9)
     """
     process = program.start(method, body.format(starting=starting))
-    assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.3 if starting else 0)

@@ -107,7 +107,6 @@ def test_signals_to_the_process_group_do_not_reach_workers(
 ) -> None:
     body = GROUP_SCRIPT.format(name=name, handler=handler)
     process = program.start(method, body, top=TOP, stdin=subprocess.PIPE)
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.Signals[name])
     output, errors = process.communicate("\n", timeout=LIMIT_S)

@@ -67,11 +67,11 @@ def test_old_gym_environments_are_converted_by_shimmy(
     name, env, gym = f"GymV{version}CompatibilityV0", kind(), ModuleType("gym")
     with pytest.raises(InvalidTypeError, match=r"expected a gymnasium\.Env\. Use a class that inherits"):
         as_gymnasium_env(env)  # gym is not imported, so the class is unknown
-    gym.Env = FakeOldGymEnv  # type: ignore[attr-defined]
+    gym.Env = FakeOldGymEnv
     monkeypatch.setitem(sys.modules, "gym", gym)
-    monkeypatch.setitem(sys.modules, "shimmy", SimpleNamespace(**{name: FakeShimmyEnv}))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "shimmy", SimpleNamespace(**{name: FakeShimmyEnv}))
     with pytest.warns(UserWarning, match=rf"`{kind.__name__}` is an environment of gym 0\.{version}"):
         assert as_gymnasium_env(env).inside is env
-    monkeypatch.setitem(sys.modules, "shimmy", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "shimmy", None)
     with pytest.raises(MissingDependencyError, match=rf"gym 0\.{version}, .*{name}\(env=env\)"):
         as_gymnasium_env(env)
