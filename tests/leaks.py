@@ -60,8 +60,8 @@ def _is_long_lived(process: psutil.Process) -> bool:
     return any(mark in " ".join(process.cmdline()) for mark in _LONG_LIVED)
 
 
-def remaining_children(*, grace_s: float = 5.0) -> list[str]:
-    """Describe descendants and orphans that still run after ``grace_s`` seconds.
+def remaining_children() -> list[str]:
+    """Describe descendants and orphans that still run after 5 seconds.
 
     Orphans are processes whose parent has ended. They have the ``TMPDIR`` of this process.
     """
@@ -71,7 +71,7 @@ def remaining_children(*, grace_s: float = 5.0) -> list[str]:
     kept.add(getattr(forkserver._forkserver, "_forkserver_pid", None))
     own = [child for child in children if child.pid not in kept]
     orphans = [process for process in psutil.process_iter() if process not in children and _is_orphan(process)]
-    _, alive = psutil.wait_procs(own + orphans, timeout=grace_s)
+    _, alive = psutil.wait_procs(own + orphans, timeout=5)
     found = []
     for process in alive:
         found.append(f"{process.pid}: ")
