@@ -50,7 +50,6 @@ def random_episodes(
 
 
 def assert_equal_values(found: Any, expected: Any) -> None:
-    """Assert that arrays, or dicts of arrays, have equal values, shapes and dtypes."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
         for key in expected:

@@ -56,7 +56,6 @@ def _new_descendants() -> list[psutil.Process]:
 
 
 def _is_long_lived(process: psutil.Process) -> bool:
-    """Return whether a process is a server that runs until the session ends."""
     return any(mark in " ".join(process.cmdline()) for mark in _LONG_LIVED)
 
 

@@ -410,7 +410,6 @@ def make_atari(count: int, mode: AutoresetMode) -> Any:
 
 
 def make_atari_row(env: Any, row: int) -> Any:
-    """Make the single environment that equals one row of ``make_atari``."""
     return SingleRowEnv(make_atari(1, NEXT_STEP), row, seeds=True)
 
 

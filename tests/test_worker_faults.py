@@ -64,7 +64,6 @@ class InTorchRL:
 
 
 def make(name: str, env_fns: list[Any], method: str, **options: Any) -> Any:
-    """Start environments in workers."""
     if name == "VecEnv":
         return SharedMemoryVecEnv(env_fns, method, **options)
     if name == "VectorEnv":
@@ -94,7 +93,6 @@ def use(env: Any) -> None:
 
 
 def close(env: Any) -> None:
-    """Close environments, which may be closed."""
     env.close(**({"raise_if_closed": False} if is_parallel_env(env) else {}))
 
 

@@ -64,7 +64,6 @@ def select_gpus(drivers: build.Drivers, tmp_path: Path) -> Ask:
 
 
 def without_version(renderer: str) -> str:
-    """Return the name of a renderer without its version."""
     return renderer.split()[0]
 
 
@@ -78,7 +77,6 @@ def machine_of(order: Sequence[int], renderer: str, count: int = 4) -> Inventory
 
 
 def orders_and_masks() -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Generate all pairs of an order of EGL's devices and a mask."""
     for order in ORDERS:
         for mask in MASKS:
             yield (*order, -1), mask

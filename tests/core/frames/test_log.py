@@ -156,7 +156,6 @@ def test_fork_does_not_write_to_the_folder(tmp_path: Path) -> None:
 
 
 def _add_forever(folder: Path, first: int, done: Any) -> None:
-    """Add transitions until the process is killed."""
     store = open_store(folder, 150)
     for number in range(first, 1_000_000):
         add(store, number)

@@ -25,7 +25,6 @@ def make_video(n: int, seed: int) -> tuple[Any, Any]:
 
 
 def read(table: FrameTable, rows: Any) -> Any:
-    """Return the observations and next observations of rows."""
     outs = np.empty((2, len(rows), *SHAPE), np.uint8)
     table.get(rows, *outs)
     return outs

@@ -13,7 +13,6 @@ from rl_ext_core.processes.report import ExceptionRecord, ReportWriter, WorkerRe
 
 @pytest.fixture
 def report() -> WorkerReport:
-    """Empty report of a worker in shared memory."""
     return WorkerReport()
 
 

@@ -152,7 +152,6 @@ def test_missing_guard_is_explained_under_a_chained_error(program: Program) -> N
 
 
 def delete_pymp_folders(program: Program) -> None:
-    """Delete multiprocessing's folders, which a killed program leaves."""
     # The killed program could not remove multiprocessing's folder.
     for folder in (program.folder / "tmp").glob("pymp-*"):
         shutil.rmtree(folder)
