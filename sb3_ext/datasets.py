@@ -23,7 +23,6 @@ from sb3_ext.observations import Observations
 
 _Buffer = TypeVar("_Buffer", bound="DatasetMethods")
 _ROWS_PER_CHUNK = 512  # decoded at a time
-_ROUNDING = 1e-6  # of scaled actions in float32
 
 
 class DatasetMethods(ReplayBuffer):
@@ -65,9 +64,8 @@ class DatasetMethods(ReplayBuffer):
         observation_space = _as_sb3_space(dataset.observation_space, f"{dataset.name}: observation_space")
         if env is not None:
             _check_same_spaces(env, observation_space, dataset)
-            observation_space, action_space = _as_sb3_space(env.observation_space, "env"), env.action_space
-        else:
-            action_space = dataset.action_space
+            observation_space = _as_sb3_space(env.observation_space, "env")
+        action_space = dataset.action_space
         _check_action_space(action_space, dataset.name)
         n_envs = getattr(env, "num_envs", 1) if n_envs is None else check_count("n_envs", n_envs)
         buffer_size = dataset.n_steps if buffer_size is None else check_count("buffer_size", buffer_size)
@@ -137,8 +135,6 @@ def _read_transitions(
     """Yield observation, next observation, action, reward, done and truncated of the steps from ``first`` on.
 
     Episodes are marked as ended after their last step, and after the last transition.
-
-    :raises InvalidArgumentError: If the dataset has unknown bounds of actions, and some are not in ``action_space``.
     """
     ends = np.cumsum(dataset.lengths)
     number = int(np.searchsorted(ends, first, side="right"))
@@ -147,11 +143,6 @@ def _read_transitions(
         episode = dataset.read(number)
         observations = _transpose(dataset.observation_space, episode.observations)
         actions = _scale(action_space, np.asarray(episode.actions)).reshape(len(episode), -1)
-        if _is_unbounded(dataset.action_space) and (np.abs(actions) > 1 + _ROUNDING).any():
-            raise InvalidArgumentError(
-                f"{dataset.name}: episode {number} has actions outside of {action_space}. Pass an env whose "
-                "action_space contains them"
-            )
         last = min(len(episode), start + left) - 1
         for step in range(start, last + 1):
             terminated = bool(episode.terminations[step])
@@ -225,7 +216,7 @@ def _check_action_space(space: spaces.Space[Any], name: str) -> None:
     if isinstance(space, spaces.Box) and not (np.isfinite(space.low) & np.isfinite(space.high - space.low)).all():
         raise InvalidArgumentError(
             f"{name}: action_space is {space}, expected finite bounds, because Stable Baselines3 scales actions to "
-            "[-1, 1]. If the dataset does not contain bounds, as LeRobot's, pass an env that has them: env=..."
+            "[-1, 1]. Record the dataset with gymnasium.wrappers.RescaleAction(env, -1, 1)"
         )
     if isinstance(space, spaces.Box) and not (space.low < space.high).all():
         raise InvalidArgumentError(f"{name}: action_space is {space}, expected low < high in every dimension")
@@ -270,17 +261,11 @@ def _check_same_spaces(env: Any, observation_space: spaces.Space[Any], dataset: 
             f"{dataset.name} has observations of {observation_space}, but env has {found}. Wrap the environment as it "
             "was for the dataset, or choose another dataset"
         )
-    unknown = _is_unbounded(dataset.action_space) and env.action_space.shape == dataset.action_space.shape
-    if env.action_space != dataset.action_space and not unknown:
+    if env.action_space != dataset.action_space:
         raise InvalidArgumentError(
             f"{dataset.name} has actions of {dataset.action_space}, but env has {env.action_space}. Wrap the "
             "environment as it was for the dataset, or choose another dataset"
         )
-
-
-def _is_unbounded(space: spaces.Space[Any]) -> bool:
-    """Return whether a space is a Box without any bound, as of formats that do not record bounds."""
-    return isinstance(space, spaces.Box) and not (space.bounded_below | space.bounded_above).any()
 
 
 def _describe(space: spaces.Space[Any]) -> Any:

@@ -15,8 +15,9 @@ if [[ ! -e $stamp || $stamp -ot constraints.txt || $stamp -ot pyproject.toml || 
     # torch first and alone, so that pip prefers a CPU build if a configured index or wheel folder has it.
     "${install[@]}" --constraint constraints.txt torch
     "${install[@]}" --constraint constraints.txt --editable ".[sb3]" sb3-contrib optuna wandb tensorboard hydra-core rich tqdm
-    "${install[@]}" "datasets>=2.8" sacred scikit-learn huggingface-sb3 "pytablewriter~=1.2" sb3-team-hf-integration "shimmy~=2.0"
-    "${install[@]}" --no-deps imitation seals rl_zoo3
+    "${install[@]}" "datasets>=2.8" sacred scikit-learn huggingface-hub wasabi "pytablewriter~=1.2" sb3-team-hf-integration "shimmy~=2.0"
+    # Their bounds exclude each other, and pip would take versions for gym in place of gymnasium.
+    "${install[@]}" --no-deps imitation seals rl_zoo3 "huggingface-sb3>=3"
     touch "$stamp"
 fi
 

@@ -16,7 +16,6 @@ start build_torchrl_extension
 start make_mujoco4_venv
 start make_meltingpot_venv --if-possible
 start make_jax_venv
-start make_lerobot_venv
 
 failed=()
 for name in "${!running[@]}"; do

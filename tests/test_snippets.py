@@ -97,7 +97,6 @@ OF_PAGE = {
 # Numbers of the blocks that do not run here. Other tests run such programs.
 ELSEWHERE = {
     "README": {3: "Melting Pot"},
-    "datasets": {2: "a dataset of LeRobot"},
     "gym_wrapper": {0: "JAX"},
     "migrate": {1: "programs before and after", 2: "another package", 6: "programs before and after", 7: "supersuit"},
     "ray": {0: "a cluster", 1: "a cluster"},

@@ -11,11 +11,13 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
-from torchrl.data import Composite, Unbounded
+from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs import (
     Compose,
+    EnvBase,
     InitTracker,
     RewardSum,
     StepCounter,
@@ -124,6 +126,27 @@ class Rolls(gymnasium.Env[Any, Any]):
 def make_rolls() -> Any:
     """Make ``Rolls`` with TorchRL's ``GymWrapper``."""
     return UpstreamGymWrapper(Rolls())
+
+
+class Terse(EnvBase):
+    """Environment that reads its last observation, and leaves to ``EnvBase`` what that completes and reshapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spec = Composite(observation=Unbounded((2,)), seen=Unbounded((2,)))
+        self.action_spec, self.reward_spec = Bounded(-1, 1, (2,)), Unbounded((1,))
+
+    def _reset(self, tensordict: Any = None, **_: Any) -> TensorDict:
+        return TensorDict(observation=torch.rand(2), seen=torch.zeros(2))
+
+    def _step(self, tensordict: Any) -> TensorDict:
+        observation = tensordict["observation"] + tensordict["action"]
+        tensordict["seen"] = tensordict["seen"] + 1  # written to the input
+        total = observation.sum()
+        return TensorDict(observation=observation, reward=total, terminated=total > 1, undeclared=total)
+
+    def _set_seed(self, seed: int | None) -> None:
+        torch.manual_seed(0 if seed is None else seed)
 
 
 def seeded_result(do: Callable[[Any], Any], env: Any) -> Any:
@@ -265,6 +288,7 @@ OF_NATIVE: dict[str, Callable[[Any], Any]] = {
     "a reset with options": lambda env: env.reset(list_of_kwargs=[{}] * 3),
     "a transform": lambda env: TransformedEnv(env, RewardSum()).rollout(4),
 }
+OF_TERSE = ("rollout", "rollout across episodes", "reset of some", "steps and resets", "transforms", "a collector")
 OF_NOTES: dict[str, Callable[[Any], Any]] = {
     "rollout": lambda env: env.rollout(3).get("note").tolist(),
     "reset of some": lambda env: reset_some_after_a_step(env).get("note").tolist(),
@@ -283,6 +307,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Callable[[Any], Any]]]] = {
     "infos, in TorchRL": (make_with_info, COMMON),
     "transforms, in TorchRL": (make_transformed, COMMON),
     "TorchRL": (make_native, OF_NATIVE),
+    "incomplete outputs, in TorchRL": (Terse, {name: COMMON[name] for name in OF_TERSE}),
     "entries that are not tensors, in TorchRL": (functools.partial(NativeEnv, note="a note"), OF_NOTES),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -87,6 +87,8 @@ class Leaves:
         self.inputs, self._n_inputs = [*inputs, *following], len(inputs)
         fields: list[Any] = [(leaf.name, leaf.dtype, leaf.shape) for leaf in self.inputs]
         self._record = np.dtype([("present", bool, (len(fields) + 1,)), *fields], align=True)
+        offsets: Any = self._record.fields
+        self._parts = [(leaf.key, leaf.shape, leaf.dtype, offsets[leaf.name][1]) for leaf in self.inputs]
 
     @classmethod
     def from_metadata(cls, metadata: Any) -> Leaves:
@@ -128,12 +130,14 @@ class Leaves:
                 place.copy_(fit(value, place.shape, leaf.key))
         return self._bytes
 
-    def read_inputs(self, action: np.ndarray[Any, Any]) -> Iterator[tuple[Key, torch.Tensor]]:
-        """Yield key and value of the inputs that are present in the bytes of an action."""
-        record = action.view(self._record)
-        for leaf, is_present in zip(self.inputs, record["present"][0], strict=False):
-            if is_present:
-                yield leaf.key, torch.from_numpy(record[leaf.name])[0]
+    def read_inputs(self, action: np.ndarray[Any, Any]) -> dict[Key, torch.Tensor]:
+        """Return the inputs that are present in the bytes of an action."""
+        present = action[: len(self._parts)].tolist()
+        return {
+            key: torch.from_numpy(np.ndarray(shape, dtype, action, offset))
+            for is_present, (key, shape, dtype, offset) in zip(present, self._parts, strict=True)
+            if is_present
+        }
 
 
 def _next_key(key: Key) -> Key:

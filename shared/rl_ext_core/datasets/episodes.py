@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core._values import may_be_same
-from rl_ext_core.errors import CorruptFileError, InvalidTypeError
+from rl_ext_core.errors import InvalidTypeError
 
 # An array with one row per step, or a dict of them by key of a Dict space, which may be nested.
 Values = Any
@@ -66,64 +65,6 @@ class Steps(NamedTuple):
     def part(self, first: int, end: int | None) -> Steps:
         """Return the steps from ``first`` to ``end``."""
         return Steps(*(map_values(lambda array: array[first:end], values) for values in self))
-
-
-class Dataset(ABC):
-    """Dataset whose episodes are read one at a time.
-
-    A reader of a format subclasses it, and is chosen in :func:`open_dataset`.
-
-    :ivar name: Name of the dataset for messages, such as its id or folder
-    :ivar observation_space: Gymnasium space of the observations
-    :ivar action_space: Gymnasium space of the actions
-    :ivar lengths: Number of steps of each episode
-
-    >>> from rl_ext_core.datasets import open_dataset
-    >>> dataset = open_dataset("cartpole/test-v0")  # doctest: +SKIP
-    >>> sum(len(episode) for episode in dataset) == dataset.n_steps  # doctest: +SKIP
-    True
-    """
-
-    name: str
-    observation_space: Any
-    action_space: Any
-    lengths: Sequence[int]
-
-    @abstractmethod
-    def _read(self, number: int) -> Episode:
-        """Read an episode, which :meth:`read` checks."""
-
-    @property
-    def n_steps(self) -> int:
-        """Number of steps in all episodes."""
-        return sum(self.lengths)
-
-    def read(self, number: int) -> Episode:
-        """Read one episode.
-
-        :param number: Position of the episode in the dataset, from 0
-        :raises CorruptFileError: If the episode is damaged, or its arrays have different lengths
-        """
-        episode = self._read(number)
-        n_steps = self.lengths[number]
-        counts = {
-            "observations": (_row_counts(episode.observations), n_steps + 1),
-            "actions": (_row_counts(episode.actions), n_steps),
-            "rewards": (_row_counts(episode.rewards), n_steps),
-            "terminations": (_row_counts(episode.terminations), n_steps),
-            "truncations": (_row_counts(episode.truncations), n_steps),
-        }
-        for part, (found, expected) in counts.items():
-            if found != {expected}:
-                raise CorruptFileError(
-                    f"{self.name}: episode {number} has {sorted(found)} {part}, expected {expected} for {n_steps} "
-                    "steps. Download or record the dataset again. Minari reads at most 32,767 steps of an episode from "
-                    "Arrow files"
-                )
-        return episode
-
-    def __iter__(self) -> Iterator[Episode]:
-        return map(self.read, range(len(self.lengths)))
 
 
 def map_values(function: Callable[..., Any], values: Values, *others: Values) -> Values:
@@ -184,13 +125,6 @@ def _join(parts: list[Steps]) -> Episode:
     truncations = steps.truncations.copy()
     truncations[-1] |= not steps.terminations[-1]
     return Episode(observations, steps.actions, steps.rewards, steps.terminations, truncations)
-
-
-def _row_counts(values: Values) -> set[int]:
-    """Return the numbers of rows of an array, or of the arrays of a dict."""
-    if isinstance(values, Mapping):
-        return {count for value in values.values() for count in _row_counts(value)}
-    return {len(values)}
 
 
 def check_space(space: Any, name: str) -> None:

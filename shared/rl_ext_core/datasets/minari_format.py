@@ -7,13 +7,13 @@ import inspect
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rl_ext_core.datasets.episodes import Dataset, Episode, check_space
+from rl_ext_core.datasets.episodes import Episode, check_space
 from rl_ext_core.errors import (
     CorruptFileError,
     InvalidArgumentError,
@@ -30,13 +30,24 @@ _FORMATS = ("hdf5", "arrow", "parquet")
 _MAX_ARROW_STEPS = 32_767
 
 
-def is_id(source: str | os.PathLike[str]) -> bool:
+def _is_id(source: str | os.PathLike[str]) -> bool:
     """Return whether a source is the id of a Minari dataset, and not a folder."""
     return isinstance(source, str) and _ID.fullmatch(source) is not None
 
 
-class MinariReader(Dataset):
-    """Reader of a ``minari.MinariDataset``."""
+class Dataset:
+    """Minari dataset whose episodes are read one at a time. :func:`open_dataset` opens it.
+
+    :ivar name: Name of the dataset for messages: its id or folder
+    :ivar observation_space: Gymnasium space of the observations
+    :ivar action_space: Gymnasium space of the actions
+    :ivar lengths: Number of steps of each episode
+
+    >>> from rl_ext_core.datasets import open_dataset
+    >>> dataset = open_dataset("cartpole/test-v0")  # doctest: +SKIP
+    >>> sum(len(episode) for episode in dataset) == dataset.n_steps  # doctest: +SKIP
+    True
+    """
 
     def __init__(self, dataset: Any, name: str) -> None:
         self._dataset, self.name = dataset, name
@@ -47,23 +58,64 @@ class MinariReader(Dataset):
             metadata = dataset.storage.get_episode_metadata(dataset.episode_indices)
             self.lengths = [int(episode["total_steps"]) for episode in metadata]
 
-    def _read(self, number: int) -> Episode:
+    @property
+    def n_steps(self) -> int:
+        """Number of steps in all episodes."""
+        return sum(self.lengths)
+
+    def read(self, number: int) -> Episode:
+        """Read one episode.
+
+        :param number: Position of the episode in the dataset, from 0
+        :raises CorruptFileError: If the episode is damaged, or its arrays have different lengths
+        """
         with _as_our_errors(f"{self.name}: episode {number}"):
             found = self._dataset[number]
         terminations, truncations = (np.asarray(flags, bool) for flags in (found.terminations, found.truncations))
-        return Episode(found.observations, found.actions, np.asarray(found.rewards), terminations, truncations)
+        episode = Episode(found.observations, found.actions, np.asarray(found.rewards), terminations, truncations)
+        n_steps = self.lengths[number]
+        for part, values in vars(episode).items():
+            counts, expected = _row_counts(values), n_steps + (part == "observations")
+            if counts != {expected}:
+                raise CorruptFileError(
+                    f"{self.name}: episode {number} has {sorted(counts)} {part}, expected {expected} for {n_steps} "
+                    "steps. Download or record the dataset again. Minari reads at most 32,767 steps of an episode from "
+                    "Arrow files"
+                )
+        return episode
+
+    def __iter__(self) -> Iterator[Episode]:
+        return map(self.read, range(len(self.lengths)))
 
 
-def open_minari(source: Any) -> MinariReader:
-    """Open a Minari dataset, see :func:`rl_ext_core.datasets.open_dataset`."""
+def _row_counts(values: Any) -> set[int]:
+    """Return the numbers of rows of an array, or of the arrays of a dict."""
+    if isinstance(values, Mapping):
+        return {count for value in values.values() for count in _row_counts(value)}
+    return {len(values)}
+
+
+def open_dataset(source: Any) -> Dataset:
+    """Open a dataset for reading.
+
+    :param source: Minari id, such as ``"atari/pong/expert-v0"``; folder of a Minari dataset; or a
+        ``minari.MinariDataset``, which may have a part of the episodes. A text that ends in ``-v`` and a number is an
+        id, unless it begins with ``.``, ``~`` or ``/``. A :class:`Dataset` is returned as it is
+    :raises InvalidArgumentError: If there is no such dataset, or the installed Minari does not read it
+    :raises InvalidTypeError: If a space is not supported, such as a Tuple
+    :raises MissingDependencyError: If ``minari``, ``h5py`` or ``pyarrow`` is not installed
+    :raises CorruptFileError: If its files are damaged
+    """
+    if isinstance(source, Dataset):
+        return source
     minari = _import_minari()
     if isinstance(source, minari.MinariDataset):
-        return MinariReader(source, source.id)
+        return Dataset(source, source.id)
     if not isinstance(source, (str, os.PathLike)):
         raise InvalidTypeError(
             f"dataset is of type {type(source).__name__}, expected a Minari id, a folder, or a minari.MinariDataset"
         )
-    if is_id(source):
+    if _is_id(source):
         folder = _root() / str(source) / _DATA
         if not folder.is_dir():
             raise InvalidArgumentError(
@@ -75,7 +127,8 @@ def open_minari(source: Any) -> MinariReader:
         folder = folder if (folder / _METADATA).is_file() else folder / _DATA
         if not (folder / _METADATA).is_file():
             raise InvalidArgumentError(
-                f"{str(source)!r} is not a Minari dataset: it has neither {_METADATA} nor {_DATA}/{_METADATA}"
+                f"dataset {str(source)!r} has neither {_METADATA} nor {_DATA}/{_METADATA}: expected the folder of a "
+                "Minari dataset, or a Minari id such as 'atari/pong/expert-v0'"
             )
     with _as_our_errors(str(source)):
         version = minari.dataset.minari_storage.MinariStorage.read_raw_metadata(folder)["minari_version"]
@@ -84,7 +137,7 @@ def open_minari(source: Any) -> MinariReader:
                 f"{source} was written by Minari {version}, which Minari {minari.__version__} does not read. Update "
                 "it with:\n    pip install -U minari"
             )
-        return MinariReader(minari.MinariDataset(folder), str(source))
+        return Dataset(minari.MinariDataset(folder), str(source))
 
 
 def write_dataset(
@@ -122,8 +175,8 @@ def write_dataset(
         raise InvalidArgumentError(f"data_format={data_format!r}, expected one of {[*_FORMATS]}")
     if not os.fspath(target):
         raise InvalidArgumentError(f"dataset {target!r} is empty, expected a Minari id or a folder")
-    folder = _root() / str(target) if is_id(target) else Path(target).expanduser().absolute()
-    dataset_id = str(target) if is_id(target) else folder.name if is_id(folder.name) else _make_id(folder.name)
+    folder = _root() / str(target) if _is_id(target) else Path(target).expanduser().absolute()
+    dataset_id = str(target) if _is_id(target) else folder.name if _is_id(folder.name) else _make_id(folder.name)
     if os.path.lexists(folder):
         raise InvalidArgumentError(f"{folder} exists already, and is not overwritten. Choose another name")
     options: dict[str, Any] = {"data_format": data_format, **_lossless_option(MinariStorage, observation_space)}
@@ -140,16 +193,16 @@ def write_dataset(
             yield EpisodeBuffer(**vars(episode), infos={})
 
     with _temporary_folder(folder) as temporary:
-        data = temporary / _DATA if is_id(target) else temporary
+        data = temporary / _DATA if _is_id(target) else temporary
         storage = MinariStorage.new(data, observation_space, action_space, **options)
         storage.update_metadata({"dataset_id": dataset_id, "minari_version": minari.__version__})
         storage.update_episodes(convert())
         if not storage.total_episodes:
             raise InvalidArgumentError("there are no episodes to write, expected at least one")
     namespace = dataset_id.rpartition("/")[0]
-    if is_id(target) and namespace and namespace not in minari.namespace.list_local_namespaces():
+    if _is_id(target) and namespace and namespace not in minari.namespace.list_local_namespaces():
         minari.namespace.create_namespace(namespace)
-    return folder / _DATA if is_id(target) else folder
+    return folder / _DATA if _is_id(target) else folder
 
 
 def _check_actions(actions: Any, space: Any) -> None:
