@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("sample") is not None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        options = cases[0].get_closest_marker("sample").kwargs  # type: ignore[union-attr]
+        options = cases[0].get_closest_marker("sample").kwargs
         slower = [any(case.get_closest_marker(tier) for tier in ("slow", "exhaustive")) for case in cases]
         order = sorted(range(len(cases)), key=lambda i: (slower[i], i * _GOLDEN_RATIO % 1))
         for rank, i in enumerate(order):

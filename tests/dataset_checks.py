@@ -25,7 +25,6 @@ def require_minari() -> Any:
 
 
 def random_values(space: spaces.Space[Any], n: int, rng: np.random.Generator) -> Any:
-    """Return ``n`` random values of a space, as arrays."""
     if isinstance(space, spaces.Dict):
         return {key: random_values(part, n, rng) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Box) and space.dtype.kind == "f":
@@ -51,7 +50,6 @@ def random_episodes(
 
 
 def assert_equal_values(found: Any, expected: Any) -> None:
-    """Assert that arrays, or dicts of arrays, have equal values, shapes and dtypes."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
         for key in expected:
@@ -62,7 +60,6 @@ def assert_equal_values(found: Any, expected: Any) -> None:
 
 
 def assert_equal_episodes(found: Iterable[Episode], expected: Iterable[Episode]) -> None:
-    """Assert that episodes are equal."""
     for one, other in zip(found, expected, strict=True):
         for part in PARTS:
             assert_equal_values(getattr(one, part), getattr(other, part))

@@ -8,18 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 
-def result_in_fork(function: Callable[[], Any], limit_s: int = 60) -> str:
-    """Call a function in a forked process, and return its result as text.
+def result_in_fork(function: Callable[[], Any]) -> str:
+    """Call a function in a forked process, which is killed after a minute, and return its result as text.
 
-    :param function: the function
-    :param limit_s: time limit in seconds, after which the process is killed
     :return: ``repr`` of the result, or type and text of the exception
     """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler would continue with the tests here
-        signal.alarm(limit_s)
+        signal.alarm(60)
         try:
             try:
                 text = repr(function())

@@ -61,7 +61,6 @@ class _StepTracer:
             self._step(frame, f"{event} of {getattr(arg, '__qualname__', arg)}")
 
     def _is_traced(self, frame: FrameType) -> bool:
-        """Return whether a frame's code is in one of ``code_paths``."""
         # When a generator is closed, its ``with`` block ends before Python handles signals, but after this function.
         return frame.f_code.co_name != "_hold_lock" and any(
             part in frame.f_code.co_filename for part in self.code_paths
@@ -105,7 +104,6 @@ def interrupt_at(call: Callable[[], Any], at: int, *, code_paths: tuple[str, ...
     left = at
 
     def should_interrupt(place: Place) -> bool:
-        """Return True from the n-th step on."""
         nonlocal left
         left -= 1
         return left <= 0
@@ -138,7 +136,6 @@ def interrupt_everywhere(
         left = visit
 
         def should_interrupt(place: Place, target: Place = target) -> bool:
-            """Return True at the chosen visit of the target place."""
             nonlocal left
             left -= place == target
             return left == 0

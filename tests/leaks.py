@@ -56,28 +56,27 @@ def _new_descendants() -> list[psutil.Process]:
 
 
 def _is_long_lived(process: psutil.Process) -> bool:
-    """Return whether a process is a server that runs until the session ends."""
     return any(mark in " ".join(process.cmdline()) for mark in _LONG_LIVED)
 
 
-def remaining_children(*, grace_s: float = 5.0) -> list[str]:
-    """Describe descendants and orphans that still run after ``grace_s`` seconds.
+def remaining_children() -> list[str]:
+    """Describe descendants and orphans that still run after 5 seconds.
 
     Orphans are processes whose parent has ended. They have the ``TMPDIR`` of this process.
     """
     children = psutil.Process().children(recursive=True)
-    # Fork servers must have ended, except multiprocessing's own.
-    own = [child for child in children if child.pid not in _pids_of_multiprocessing()]
+    # Fork servers must have ended, except multiprocessing's own, which run until the interpreter ends.
+    kept = {getattr(resource_tracker._resource_tracker, "_pid", None)}
+    kept.add(getattr(forkserver._forkserver, "_forkserver_pid", None))
+    own = [child for child in children if child.pid not in kept]
     orphans = [process for process in psutil.process_iter() if process not in children and _is_orphan(process)]
-    _, alive = psutil.wait_procs(own + orphans, timeout=grace_s)
-    return [_describe(child) for child in alive]
-
-
-def _pids_of_multiprocessing() -> set[int | None]:
-    """Return the pids of multiprocessing's servers, which run until the interpreter ends."""
-    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    server = getattr(forkserver._forkserver, "_forkserver_pid", None)
-    return {tracker, server}
+    _, alive = psutil.wait_procs(own + orphans, timeout=5)
+    found = []
+    for process in alive:
+        found.append(f"{process.pid}: ")
+        with contextlib.suppress(psutil.Error):
+            found[-1] += " ".join(process.cmdline())[:200]
+    return found
 
 
 def _is_orphan(process: psutil.Process) -> bool:
@@ -87,11 +86,3 @@ def _is_orphan(process: psutil.Process) -> bool:
         is_server = _is_long_lived(process) and "tests.programs" not in process.cmdline()  # whose programs are left
         return folder is not None and not is_server and process.environ().get("TMPDIR") == folder
     return False
-
-
-def _describe(process: psutil.Process) -> str:
-    """Return the pid and command line of a process as text."""
-    try:
-        return f"{process.pid}: {' '.join(process.cmdline())[:200]}"
-    except psutil.Error:
-        return str(process.pid)

@@ -110,10 +110,10 @@ def start(
     }
     with _lock:
         server = _find_server(preloaded)
-        assert server.stdin is not None
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
-        _wait_until_readable(status)
+        # Before the program's supervisor has written to the pipe, a read would return the end of the file.
+        assert select.select([status], [], [], 60)[0], "the server of programs does not answer"
     return Program(folder, status)
 
 
@@ -136,14 +136,8 @@ def _find_server(preloaded: str) -> subprocess.Popen[str]:
         _servers[preloaded] = server = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=environ, start_new_session=True
         )
-        assert server.stdout is not None
         assert server.stdout.readline() == "\n", "the server of programs did not start"
     return _servers[preloaded]
-
-
-def _wait_until_readable(status: int) -> None:
-    """Wait until the program's supervisor has written to the pipe. Before, a read would return the end of the file."""
-    assert select.select([status], [], [], 60)[0], "the server of programs does not answer"
 
 
 def _serve(preloaded: str) -> dict[str, Any]:

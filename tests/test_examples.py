@@ -22,20 +22,12 @@ from tests.sb3_ext.buffer_envs import without_logger
 from tests.torchrl_ext.in_meltingpot.venv import python
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-OWN_FOLDER = ("robosuite_devices", "crash_and_resume")
+IN_EXAMPLES = ("ppo_torch_env", "sb3_torch_env", "prioritized_replay")
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 
 def read(notebook: Path) -> Any:
     return nbformat.read(notebook, as_version=4)
-
-
-def run_notebook(name: str, folder: Path, variables: dict[str, str], **options: Any) -> str:
-    notebook = read(EXAMPLES / name)
-    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}, **options)
-    client.execute(env=variables)
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    return "".join(output.get("text", "") for output in outputs)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -56,73 +48,58 @@ def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
     return environment(RL_EXT_SHORT="1", CUDA_VISIBLE_DEVICES="")
 
 
+# Texts of each notebook's output. Parts that begin with ^ are regular expressions.
+OUTPUTS = {
+    "robosuite_devices": [
+        *("compute  cpu", "render   the CPU (Mesa, EGL device 0) through robosuite", "total_timesteps | 16"),
+        *("torch.Size([4, 84, 84, 3]) mean brightness", r"^brightness \d\d"),
+    ],
+    "ppo_torch_env": ["mean reward", "Partial resets are not handled"],
+    "sb3_torch_env": ["cut by the time limit:         True", "steps a second, learning included"],
+    "crash_and_resume": ["exit code -9", "starts at 1", "reproduced at step", "exit code -11"],
+    "prioritized_replay": ["uniform      learning rate 0.001", "median steps: prioritized 1,000"],
+    "image_replay_plan": [
+        "measured: MountainCar-v0, 150 steps of a random policy",
+        "trained to the same weights, bit for bit: True",
+    ],
+    "meltingpot_parallel": [
+        "cannot pickle 'dmlab2d.dmlab2d_pybind.Lab2d' object",
+        *("the environment goes on: torch.Size([3])", "apples per episode"),
+    ],
+    "ppo_retro": [
+        *("Cannot create multiple emulator instances per process", "So each of the 4 has its own process."),
+        *(r"^env_step +\| 0\.\d+", r"^total_timesteps +\| 256", "0 restarts"),
+    ],
+}
+QUICKEST = ("ppo_torch_env", "sb3_torch_env")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        pytest.param(
-            "robosuite_devices",
-            [
-                *("compute  cpu", "render   the CPU (Mesa, EGL device 0) through robosuite", "total_timesteps | 16"),
-                "torch.Size([4, 84, 84, 3]) mean brightness",
-            ],
-            marks=pytest.mark.exhaustive,
-        ),
-        ("ppo_torch_env", ["mean reward", "Partial resets are not handled"]),
-        ("sb3_torch_env", ["cut by the time limit:         True", "steps a second, learning included"]),
-        pytest.param(
-            "crash_and_resume",
-            ["exit code -9", "starts at 1", "reproduced at step", "exit code -11"],
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            "prioritized_replay",
-            ["uniform      learning rate 0.001", "median steps: prioritized 1,000"],
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
+    "name", [pytest.param(name, marks=[] if name in QUICKEST else pytest.mark.exhaustive) for name in OUTPUTS]
 )
-def test_notebook_runs(name: str, parts: list[str], tmp_path: Path, variables: dict[str, str]) -> None:
-    variables["TMPDIR"] = str(tmp_path)  # Stable Baselines3's log
-    # Three notebooks import the environment from a file in their folder.
-    text = run_notebook(f"{name}.ipynb", tmp_path if name in OWN_FOLDER else EXAMPLES, variables)
-    assert [part for part in parts if part not in text] == []
-    assert name != "robosuite_devices" or float(text.split("brightness")[1].split()[0]) > 10
-
-
-@pytest.mark.exhaustive
-def test_image_replay_notebook_plans_and_trains(tmp_path: Path, variables: dict[str, str]) -> None:
-    text = run_notebook("image_replay_plan.ipynb", tmp_path, variables)
-    assert "measured: MountainCar-v0, 150 steps of a random policy" in text
-    assert "trained to the same weights, bit for bit: True" in text
-    bytes_per_transition = [
-        int(line.split()[-4].replace(",", "")) for line in text.splitlines() if line.endswith("bytes a transition")
-    ]
-    assert 179_000 < bytes_per_transition[0] <= 180_000
-    assert 20 * max(bytes_per_transition[1:]) < bytes_per_transition[0]
-    assert (tmp_path / "plan.png").exists()
-
-
-@pytest.mark.exhaustive
-def test_melting_pot_notebook_trains(tmp_path: Path, variables: dict[str, str]) -> None:
-    write_kernel(tmp_path / "JUPYTER_DATA_DIR", python())
-    text = run_notebook("meltingpot_parallel.ipynb", tmp_path, variables, kernel_name=KERNEL)
-    assert "cannot pickle 'dmlab2d.dmlab2d_pybind.Lab2d' object" in text
-    assert "the environment goes on: torch.Size([3])" in text
-    assert "apples per episode" in text
-
-
-@pytest.mark.exhaustive
-def test_retro_notebook_trains(tmp_path: Path, variables: dict[str, str]) -> None:
-    if find_spec("stable_retro") is None:
+def test_notebook_runs(name: str, tmp_path: Path, variables: dict[str, str]) -> None:
+    options: dict[str, Any] = {}
+    if name == "meltingpot_parallel":
+        write_kernel(tmp_path / "JUPYTER_DATA_DIR", python())
+        options["kernel_name"] = KERNEL
+    if name == "ppo_retro" and find_spec("stable_retro") is None:
         skip_or_fail("stable-retro is not installed: pip install stable-retro")
     variables |= dict.fromkeys(("XDG_CACHE_HOME", "TMPDIR"), str(tmp_path))
-    text = run_notebook("ppo_retro.ipynb", tmp_path, variables)
-    assert "Cannot create multiple emulator instances per process" in text
-    assert "So each of the 4 has its own process." in text
-    assert re.search(r"env_step +\| 0\.\d+", text)
-    assert re.search(r"total_timesteps +\| 256", text)
-    assert "0 restarts" in text
+    # Some notebooks import the environment from a file in their folder.
+    folder, notebook = EXAMPLES if name in IN_EXAMPLES else tmp_path, read(EXAMPLES / f"{name}.ipynb")
+    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}, **options)
+    client.execute(env=variables)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    text = "".join(output.get("text", "") for output in outputs)
+    found = [re.search(part[1:], text) if part[0] == "^" else part in text for part in OUTPUTS[name]]
+    assert all(found), text
+    if name == "image_replay_plan":
+        lines = [line for line in text.splitlines() if line.endswith("bytes a transition")]
+        sizes = [int(line.split()[-4].replace(",", "")) for line in lines]
+        assert 179_000 < sizes[0] <= 180_000
+        assert 20 * max(sizes[1:]) < sizes[0]
+        assert (tmp_path / "plan.png").exists()
 
 
 @pytest.fixture
@@ -131,26 +108,14 @@ def recurrent_dqn(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("recurrent_dqn")
 
 
-def make_recurrent_dqn(example: Any, **options: Any) -> Any:
-    """Create a small RecurrentDQN for three T-mazes, with 30 rows in its buffer."""
-    env = make_vec_env(example.TMaze, n_envs=3, seed=0)
-    arguments = {
-        "sequence_length": 8,
-        "burn_in": 5,
-        "buffer_size": 90,
-        "learning_starts": 50,
-        "train_freq": 1,
-        "seed": 0,
-        **options,
-    }
-    features = {"features_extractor_class": example.SmallCNN, "features_extractor_kwargs": {"features_dim": 16}}
-    return without_logger(
-        example.RecurrentDQN(example.RecurrentDQNPolicy, env, policy_kwargs=features, device="cpu", **arguments)
-    )
-
-
 def test_recurrent_dqn_computes_the_same_q_values_from_stored_states_as_while_acting(recurrent_dqn: Any) -> None:
-    model = make_recurrent_dqn(recurrent_dqn, learning_starts=1000)
+    env = make_vec_env(recurrent_dqn.TMaze, n_envs=3, seed=0)
+    features = {"features_extractor_class": recurrent_dqn.SmallCNN, "features_extractor_kwargs": {"features_dim": 16}}
+    options = {"sequence_length": 8, "burn_in": 5, "buffer_size": 90, "train_freq": 1, "learning_starts": 1000}
+    policy = recurrent_dqn.RecurrentDQNPolicy
+    model = without_logger(
+        recurrent_dqn.RecurrentDQN(policy, env, policy_kwargs=features, device="cpu", seed=0, **options)
+    )
     network, acting = model.q_net, []
     hook = network.register_forward_hook(lambda module, args, outputs: acting.append(outputs[0][:, 0]))
     model.learn(240)

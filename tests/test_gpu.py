@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import stable_baselines3 as sb3
@@ -51,7 +50,6 @@ def no_waits() -> Iterator[Any]:
 
 
 def fill(buffers: list[Any], *, as_dict: bool = False) -> None:
-    """Add the same transitions to all buffers."""
     layout = StackLayout(IMAGE.shape, np.dtype(np.uint8), 4, 0)
     rng = np.random.default_rng(0)
     for before, after in make_transitions(layout, n_steps=150):
@@ -64,7 +62,6 @@ def fill(buffers: list[Any], *, as_dict: bool = False) -> None:
 
 
 def flat(samples: Any) -> list[torch.Tensor]:
-    """Return the tensors of samples."""
     parts = [part for part in samples if part is not None]
     return [leaf for part in parts for leaf in (part.values() if isinstance(part, dict) else [part])]
 
@@ -92,42 +89,6 @@ def test_samples_decoded_on_gpu_are_equal(kind: Any) -> None:
                 assert left.dtype == right.dtype
                 torch.testing.assert_close(left, right, rtol=0, atol=0)
     assert buffers[1]._observations._gpu_decoder is not None
-
-
-def test_training_with_frames_decoded_on_gpu_is_equal() -> None:
-    class Env(gymnasium.Env[Any, Any]):
-        observation_space, action_space = IMAGE, spaces.Discrete(3)
-
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            if seed is not None:
-                self._rng = np.random.default_rng(seed)
-            self._steps, self._image = 0, np.zeros(IMAGE.shape, np.uint8)
-            return self._image.copy(), {}
-
-        def step(self, action: Any) -> Any:
-            self._steps += 1
-            self._image = np.roll(self._image, -1, 0)
-            self._image[3] = self._rng.integers(0, 2, (40, 40)) * 9 if self._steps % 3 else self._image[2]
-            return self._image.copy(), float(action), False, self._steps >= 40, {}
-
-    torch.use_deterministic_algorithms(True)
-    found = []
-    for on_gpu in (False, True):
-        model = sb3.DQN(
-            "CnnPolicy",
-            Env(),
-            seed=0,
-            device="cuda",
-            buffer_size=500,
-            learning_starts=50,
-            replay_buffer_class=CompressedReplayBuffer,
-            replay_buffer_kwargs={"decode_on_gpu": on_gpu},
-        )
-        model.set_logger(Logger(None, []))
-        found.append([part.clone() for part in model.learn(300).policy.state_dict().values()])
-    torch.use_deterministic_algorithms(False)
-    for left, right in zip(*found, strict=True):
-        torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
 def test_frame_storage_decodes_on_gpu() -> None:

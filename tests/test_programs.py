@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,21 +38,8 @@ def test_forked_program_shows_the_same_as_a_new_interpreter(is_script: bool, tmp
         file.write_text(SHOWS)
     command = [sys.executable, *([str(file)] if file else ["-c", SHOWS]), "a", "b"]
     options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "cwd": tmp_path, "env": environ}
-    cold = subprocess.run(command, check=False, **options)  # type: ignore[call-overload]
+    cold = subprocess.run(command, check=False, **options)
     warm = programs.run(SHOWS, "sb3", "a", "b", file=file, cwd=tmp_path, environ=environ)
     assert warm.stdout == cold.stdout != ""
     assert warm.stderr == cold.stderr
     assert warm.returncode == cold.returncode == 1
-
-
-@pytest.mark.slow
-def test_forked_program_has_its_own_session_random_numbers_and_end() -> None:
-    draws = "import random, numpy; print(random.random(), numpy.random.random())"
-    found = [programs.run(draws, "torch").stdout.split() for _ in range(2)]
-    assert len({*found[0], *found[1]}) == 4
-    assert programs.run("import os; print(os.getsid(0) == os.getpid(), os.nice(0))", "torch").stdout.startswith("True")
-    program = programs.start("import time; time.sleep(100)", "torch")
-    os.kill(program.pid, signal.SIGTERM)
-    assert program.wait().returncode == -signal.SIGTERM
-    with pytest.raises(subprocess.TimeoutExpired):
-        programs.run("import time; time.sleep(100)", "torch", timeout_s=0.5)

@@ -21,25 +21,20 @@ OF_READER = re.compile(r"(make_)?my_\w+|MyEnv")  # objects of the reader's progr
 
 
 def read_blocks(page: Path) -> list[str]:
-    """Return the blocks of Python of a page."""
     return [textwrap.dedent(code) for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
 PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if read_blocks(page)]
 
 
-def find_undefined(code: str) -> set[str]:
-    """Return the names that a program uses and does not define."""
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", "--output-format=json", "-"]
-    done = subprocess.run(command, input=code, capture_output=True, text=True, check=False)
-    return {re.findall(r"`(\w+)`", error["message"])[0] for error in json.loads(done.stdout)}
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_blocks_define_their_names_or_blocks_above_do(page: Path) -> None:
     for code in accumulate(read_blocks(page)):
         compile(code, str(page), "exec")
-        assert not [name for name in find_undefined(code) if not OF_READER.fullmatch(name)]
+        command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", "--output-format=json", "-"]
+        done = subprocess.run(command, input=code, capture_output=True, text=True, check=False)
+        undefined = {re.findall(r"`(\w+)`", error["message"])[0] for error in json.loads(done.stdout)}
+        assert not [name for name in undefined if not OF_READER.fullmatch(name)]
         for module, names in re.findall(
             r"^from ((?:rl_ext_core|sb3_ext|torchrl_ext)[\w.]*) import ([\w, ]+)", code, re.M
         ):

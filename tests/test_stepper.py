@@ -14,7 +14,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from torchrl.envs import StepCounter, default_info_dict_reader
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import GymVecEnv
-from tests.jax_venv import ROOT, run_in_jax_venv
+from tests.jax_venv import ROOT
 from tests.torchrl_ext.environments import (
     BoxInfoWalk,
     InfoWalk,
@@ -57,8 +56,6 @@ SEED, ROWS = 7, 5
 
 
 class DictInfoWalk(InfoWalk):
-    """InfoWalk with a Dict observation space."""
-
     observation_space = spaces.Dict(
         place=spaces.Box(-np.inf, np.inf, (4,), F32),
         kind=spaces.Discrete(5),
@@ -237,7 +234,6 @@ class LabRow:
         self.length, self.row, self.key, self.episode = lengths[row], row, key, 0
 
     def _observe(self) -> Any:
-        """Return the observation and the info of a reset or a step."""
         state = np.array([self.row, self.episode, self.age, *self.total, 0], F32)
         return (state if self.key is None else {self.key: state}), {"age": self.age, "number": self.episode}
 
@@ -345,11 +341,6 @@ class CartPoleRow:
         return observation[0], reward[0], terminated[0], truncated[0], info
 
 
-def make_phys2d(mode: AutoresetMode) -> Any:
-    """Make gymnasium's vectorized CartPole in JAX."""
-    return gymnasium.make_vec("phys2d/CartPole-v1", num_envs=ROWS, max_episode_steps=13)
-
-
 @cache
 def functional_env() -> Any:
     """Return gymnasium's functional CartPole, which is compiled once for all rows."""
@@ -419,26 +410,20 @@ def make_atari(count: int, mode: AutoresetMode) -> Any:
 
 
 def make_atari_row(env: Any, row: int) -> Any:
-    """Make the single environment that equals one row of ``make_atari``."""
     return SingleRowEnv(make_atari(1, NEXT_STEP), row, seeds=True)
 
 
-@cache
-def brax_recipe() -> Any:
+def brax(mode: AutoresetMode) -> Any:
+    """Return a Brax environment of the guide's class, with episodes of 8 steps."""
     guide = (ROOT / "docs/guides/vectorized_gpu.md").read_text(encoding="utf-8")
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "class Brax" in block)
     names: dict[str, Any] = {}
     exec(code, names)
-    return names["BraxVectorEnv"]
-
-
-def brax(mode: AutoresetMode) -> Any:
-    """Return a Brax environment with episodes of 8 steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Brax warns that it is no longer developed
         from brax.envs import create
 
-        return brax_recipe()(create("fast", episode_length=8, auto_reset=False), ROWS)
+        return names["BraxVectorEnv"](create("fast", episode_length=8, auto_reset=False), ROWS)
 
 
 fork = partial(AsyncVectorEnv, context="fork")
@@ -594,7 +579,15 @@ for _form in SameStep.FORMS:
 TABLE["final_obs, no mode"] = TableRow(lambda mode: NoMode("batch"), (SAME_STEP,), CountRow, ())
 # in JAX
 TABLE["Brax"] = TableRow(brax, (SAME_STEP,), BraxRow, (), needs="brax", tolerance=1e-4, steps=40)
-_jax = TableRow(make_phys2d, (NEXT_STEP,), FunctionalRow, (), needs="jax", tolerance=1e-5, steps=40)
+_jax = TableRow(
+    lambda mode: gymnasium.make_vec("phys2d/CartPole-v1", num_envs=ROWS, max_episode_steps=13),
+    (NEXT_STEP,),
+    FunctionalRow,
+    (),
+    needs="jax",
+    tolerance=1e-5,
+    steps=40,
+)
 TABLE["JAX CartPole"] = _jax
 for _name in ("JaxToTorch", "JaxToNumpy"):  # importing them imports JAX
     TABLE[f"JAX CartPole, {_name}"] = wrapped(lambda env, name=_name: getattr(wrappers, name)(env), _jax)
@@ -648,7 +641,7 @@ class SB3Driver:
     """
 
     def __init__(self, env: Any, row: TableRow, infos: str, limit: int | None = None) -> None:
-        self.venv = GymVecEnv(env, infos=infos, **row.options)  # type: ignore[arg-type]
+        self.venv = GymVecEnv(env, infos=infos, **row.options)
         self.keys, self.all = row.infos, infos == "all"
         self.count, self.actions = self.venv.num_envs, self.venv.action_space
 
@@ -780,7 +773,7 @@ class TorchRLDriver:
         flags = torch.cat([after["terminated"], after["truncated"]], 1).tolist()
         return Turn(
             observations, after["reward"].flatten().numpy(), list(map(tuple, flags)), infos, following, reset_infos
-        )  # type: ignore[arg-type]
+        )
 
     def end_episodes(self) -> None:
         """Step until an episode has ended, without resetting it."""
@@ -793,11 +786,10 @@ class TorchRLDriver:
         self.env.close(raise_if_closed=False)
 
 
-TORCHRL_DRIVER = partial(TorchRLDriver, variant="rollout")
 DRIVERS: dict[str, Callable[..., Any]] = {
     "SB3": partial(SB3Driver, infos="all"),
     "SB3, infos of finished rows": partial(SB3Driver, infos="finished"),
-    "TorchRL": TORCHRL_DRIVER,
+    "TorchRL": partial(TorchRLDriver, variant="rollout"),
     "TorchRL, resets by masks": partial(TorchRLDriver, variant="masks"),
     "TorchRL, no infos": partial(TorchRLDriver, variant="no infos"),
     "TorchRL, code of GPUs": partial(TorchRLDriver, variant="GPU"),
@@ -838,54 +830,51 @@ def compare_with_oracle(
     with contextlib.closing(library(env, row, limit=limit)) as stepper:
         if after_ends:
             stepper.end_episodes()
-        _compare_steps(row, env, stepper, limit)
 
+        def check(found: Any, expected: Any, info: Any, expected_info: Any, *where: Any) -> None:
+            assert_same(found, stepper.expected_observation(expected), row.tolerance, where)
+            assert_same(info, expected_info, row.tolerance, (*where, "info"))
 
-def _compare_steps(row: TableRow, env: Any, stepper: Any, limit: int | None) -> None:
-    def check(found: Any, expected: Any, info: Any, expected_info: Any, *where: Any) -> None:
-        assert_same(found, stepper.expected_observation(expected), row.tolerance, where)
-        assert_same(info, expected_info, row.tolerance, (*where, "info"))
-
-    random = np.random.default_rng(SEED)
-    first_results = stepper.reset(SEED)
-    singles = [row.oracle(env, index) for index in range(stepper.count)]
-    kept, copies = [first_results], [copy.deepcopy(first_results)]
-    for index, (single, observation, info) in enumerate(zip(singles, *first_results, strict=True)):
-        expected, reset_info = single.reset(seed=SEED + index)
-        check(observation, expected, info, stepper.expected_info(reset_info, False, True), "reset", index)
-    ages, together = np.zeros(len(singles), int), []
-    for step in range(row.steps):
-        actions = draw_actions(random, env, len(singles))
-        given = actions.copy()
-        turn = stepper.step(given)
-        assert np.array_equal(given, actions), "environments must not write into the caller's actions"
-        kept.append(turn)
-        copies.append(copy.deepcopy(turn))
-        ages += 1
-        for index, single in enumerate(singles):
-            last, reward, terminated, truncated, info = single.step(actions[index])
-            missing_infos = row.missing_infos if terminated or truncated else ""
-            info = {} if missing_infos == "last" else info
-            truncated = truncated or ages[index] == limit
-            ended = bool(terminated or truncated)
-            assert turn.flags[index] == stepper.expected_flags(terminated, truncated), (step, index)
-            assert_same(turn.rewards[index], F32(reward), row.tolerance, (step, index, "reward"))
-            expected_info = stepper.expected_info(info, ended, False)
-            check(turn.observations[index], last, turn.infos[index], expected_info, step, index, ended)
-            if ended:
-                ages[index] = 0
-                last, reset_info = single.reset()
-                reset_info = {} if missing_infos == "resets" else reset_info
-                expected_info = stepper.expected_info(reset_info, False, True)
-                assert_same(turn.reset_infos[index], expected_info, row.tolerance, (step, index, "reset"))
-            found = turn.following[index]
-            assert_same(found, stepper.expected_observation(last), row.tolerance, (step, index, "following"))
-        together.append(int((ages == 0).sum()))
-    assert sum(together) > row.steps / 20
-    for now, then in zip(kept, copies, strict=True):
-        for part, other in zip(now, then, strict=True):
-            for one, another in zip(part, other, strict=True):
-                assert_same(one, another, 0.0, "results must not change later")
+        random = np.random.default_rng(SEED)
+        first_results = stepper.reset(SEED)
+        singles = [row.oracle(env, index) for index in range(stepper.count)]
+        kept, copies = [first_results], [copy.deepcopy(first_results)]
+        for index, (single, observation, info) in enumerate(zip(singles, *first_results, strict=True)):
+            expected, reset_info = single.reset(seed=SEED + index)
+            check(observation, expected, info, stepper.expected_info(reset_info, False, True), "reset", index)
+        ages, together = np.zeros(len(singles), int), []
+        for step in range(row.steps):
+            actions = draw_actions(random, env, len(singles))
+            given = actions.copy()
+            turn = stepper.step(given)
+            assert np.array_equal(given, actions), "environments must not write into the caller's actions"
+            kept.append(turn)
+            copies.append(copy.deepcopy(turn))
+            ages += 1
+            for index, single in enumerate(singles):
+                last, reward, terminated, truncated, info = single.step(actions[index])
+                missing_infos = row.missing_infos if terminated or truncated else ""
+                info = {} if missing_infos == "last" else info
+                truncated = truncated or ages[index] == limit
+                ended = bool(terminated or truncated)
+                assert turn.flags[index] == stepper.expected_flags(terminated, truncated), (step, index)
+                assert_same(turn.rewards[index], F32(reward), row.tolerance, (step, index, "reward"))
+                expected_info = stepper.expected_info(info, ended, False)
+                check(turn.observations[index], last, turn.infos[index], expected_info, step, index, ended)
+                if ended:
+                    ages[index] = 0
+                    last, reset_info = single.reset()
+                    reset_info = {} if missing_infos == "resets" else reset_info
+                    expected_info = stepper.expected_info(reset_info, False, True)
+                    assert_same(turn.reset_infos[index], expected_info, row.tolerance, (step, index, "reset"))
+                found = turn.following[index]
+                assert_same(found, stepper.expected_observation(last), row.tolerance, (step, index, "following"))
+            together.append(int((ages == 0).sum()))
+        assert sum(together) > row.steps / 20
+        for now, then in zip(kept, copies, strict=True):
+            for part, other in zip(now, then, strict=True):
+                for one, another in zip(part, other, strict=True):
+                    assert_same(one, another, 0.0, "results must not change later")
 
 
 def draw_actions(random: Any, env: Any, count: int) -> Any:
@@ -896,17 +885,16 @@ def draw_actions(random: Any, env: Any, count: int) -> Any:
 
 
 def skip_without(module: str) -> None:
-    """Skip a test if a module is not installed, and name the test that runs it instead."""
+    """Skip a test if a module is not installed, and name the file that runs it instead."""
     if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed here; test_rows_that_need_another_virtual_environment runs these rows")
+        pytest.skip(f"{module} is not installed here; test_venvs.py runs these rows")
 
 
-warnings_of_envpool = [
+pytestmark = [
     # The pool was made with the seed that the drivers set.
     pytest.mark.filterwarnings("ignore:EnvPool seeds are fixed"),
     pytest.mark.filterwarnings("ignore:.*precision lowered by casting"),  # gymnasium warns about EnvPool's spaces
 ]
-pytestmark = warnings_of_envpool
 IDS = [f"{name}-{mode.value}" for name, mode in CASES]
 
 
@@ -1045,25 +1033,3 @@ def test_wrong_env_type_of_a_jax_environment_is_rejected(env_type: str, wrapper:
     env = gymnasium.make_vec("phys2d/CartPole-v1", num_envs=ROWS, vectorization_mode="vector_entry_point")
     with pytest.raises(InvalidArgumentError, match=rf"env_type='{env_type}'.* jax. Use env_type='jax'"):
         run_episodes(wrapper, env, env_type=env_type)
-
-
-# -- the rows that need .venv-jax
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "some",
-    [
-        "not masks and not finished and not infos and (rows_equal or rejected)",
-        pytest.param("not registered", marks=pytest.mark.exhaustive),
-    ],
-    ids=["some", "all"],
-)
-def test_rows_that_need_another_virtual_environment(some: str, tmp_path: Path) -> None:
-    """Run the rows for EnvPool, JAX and Brax in .venv-jax."""
-    if importlib.util.find_spec("envpool") is not None:
-        pytest.skip("these rows run here")
-    options = ("-q", "-p", "no:cacheprovider", "-m", "", "-k", f"(EnvPool or JAX or Brax) and {some}", __file__)
-    summary = run_in_jax_venv(tmp_path, "-m", "pytest", f"--rootdir={ROOT}", *options).splitlines()[-1]
-    assert "passed" in summary
-    assert "skipped" not in summary

@@ -64,7 +64,6 @@ class InTorchRL:
 
 
 def make(name: str, env_fns: list[Any], method: str, **options: Any) -> Any:
-    """Start environments in workers."""
     if name == "VecEnv":
         return SharedMemoryVecEnv(env_fns, method, **options)
     if name == "VectorEnv":
@@ -94,7 +93,6 @@ def use(env: Any) -> None:
 
 
 def close(env: Any) -> None:
-    """Close environments, which may be closed."""
     env.close(**({"raise_if_closed": False} if is_parallel_env(env) else {}))
 
 
@@ -177,7 +175,7 @@ def calls_of(env: Any) -> list[Callable[[], Any]]:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("name", PHASES)
 def test_forked_process_cannot_use_or_end_the_workers(name: str) -> None:
-    others = set(process._children)  # type: ignore[attr-defined]  # such as the process in which other tests build copies
+    others = set(process._children)  # such as the process in which other tests build copies
     env = make(name, [Counting] * 3, "fork", step_timeout=60.0)
     use(env)
     for call in calls_of(env):
@@ -187,14 +185,14 @@ def test_forked_process_cannot_use_or_end_the_workers(name: str) -> None:
     def close_and_exit() -> str:
         """Close the environments, and run multiprocessing's exit function, which ends children."""
         close(env)
-        process._children.difference_update(others)  # type: ignore[attr-defined]
+        process._children.difference_update(others)
         if isinstance(env, SharedMemoryVecEnv):  # a fork may use its own environments
             own = make(name, [Counting] * 3, "fork")
             use(own)
             own.close()
             vars(env).clear()  # as if the last reference was dropped
         gc.collect()
-        util._exit_function()  # type: ignore[attr-defined]
+        util._exit_function()
         return "left"
 
     assert result_in_fork(close_and_exit) == "'left'"

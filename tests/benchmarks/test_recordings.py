@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch._dynamo  # noqa: F401  optimizers would import it later, which makes a temporary folder
 from gymnasium import spaces
 from stable_baselines3 import SAC
-from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import Logger
@@ -75,51 +73,29 @@ class Film(gym.Env[np.ndarray, np.ndarray]):
         return frame, float(action.sum()), self.np_random.random() < 0.05, self.t == 9, {}
 
 
-def train_with_spy(model: BaseAlgorithm, steps: int) -> Spy:
-    """Train a model, and return its replay buffer, a ``Spy``."""
-    model.set_logger(Logger(None, []))  # the default logger makes a temporary folder
-    model.learn(steps)
-    assert isinstance(model.replay_buffer, Spy)
-    return model.replay_buffer
-
-
-def record_again(venv: Any, spy: Spy, *, n_stack: int) -> Recording:
-    """Record the same environments with the actions that a spy has seen."""
-    actions: Iterator[np.ndarray] = iter(spy.chosen)
-    policy = Policy("actions of the model", lambda venv: next(actions))
-    return recorders.record(venv, name="again", policy=policy, n_stack=n_stack, steps=len(spy.chosen))
-
-
-def assert_same(recording: Recording, spy: Spy, *, transposed_views: bool = True) -> None:
-    """Assert that a recording replays the transitions that a spy has seen."""
-    assert recording.observation_space == spy.observation_space
-    assert recording.action_space == spy.action_space
-    replay = recording.transitions(transposed_views=transposed_views)
-    for t, (replayed, seen) in enumerate(zip(replay, spy.seen, strict=True)):
-        assert comparable(*replayed) == seen, f"step {t} differs"
-
-
 @pytest.mark.parametrize("transposed_views", [True, False])
 def test_rgb_replay_equals_what_sac_stores(transposed_views: bool) -> None:
     def make_films(*, channel_first: bool) -> Any:
         return make_vec_env(lambda: Film(channel_first=channel_first), n_envs=2, seed=3)
 
     venv = VecFrameStack(make_films(channel_first=not transposed_views), n_stack=3)
-    spy = train_with_spy(SAC("CnnPolicy", venv, buffer_size=100, replay_buffer_class=Spy), 100)
-    if transposed_views:
-        recording = record_again(make_films(channel_first=False), spy, n_stack=3)
-    else:
-        recording = to_channel_last(record_again(make_films(channel_first=True), spy, n_stack=3))
+    model = SAC("CnnPolicy", venv, buffer_size=100, replay_buffer_class=Spy)
+    model.set_logger(Logger(None, []))  # the default logger makes a temporary folder
+    spy: Any = model.learn(100).replay_buffer
+    actions = iter(spy.chosen)
+    policy = Policy("actions of the model", lambda venv: next(actions))
+    again = make_films(channel_first=not transposed_views)
+    recording = recorders.record(again, name="again", policy=policy, n_stack=3, steps=len(spy.chosen))
+    if not transposed_views:  # frames of recordings are channel-last
+        recording.frames = np.moveaxis(recording.frames, -3, -1)
+        recording.terminal_frames = {k: np.moveaxis(f, -3, -1) for k, f in recording.terminal_frames.items()}
     assert recording.truncated.any()
     assert (recording.dones & ~recording.truncated).any()
-    assert_same(recording, spy, transposed_views=transposed_views)
-
-
-def to_channel_last(recording: Recording) -> Recording:
-    """Convert the frames of a recording to channel-last, the format of recordings."""
-    recording.frames = np.moveaxis(recording.frames, -3, -1)
-    recording.terminal_frames = {k: np.moveaxis(f, -3, -1) for k, f in recording.terminal_frames.items()}
-    return recording
+    assert recording.observation_space == spy.observation_space
+    assert recording.action_space == spy.action_space
+    replay = recording.transitions(transposed_views=transposed_views)
+    for t, (replayed, seen) in enumerate(zip(replay, spy.seen, strict=True)):
+        assert comparable(*replayed) == seen, f"step {t} differs"
 
 
 def test_recording_round_trips_through_a_file(tmp_path: Path) -> None:

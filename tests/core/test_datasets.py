@@ -43,7 +43,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(target: Any, lengths: tuple[int, ...] = (4, 1, 7), space: Any = VECTOR, **options: Any) -> list[Episode]:
-    """Write a dataset, and return its episodes."""
     episodes = random_episodes(space, ACTIONS, lengths)
     write_dataset(target, episodes, space, ACTIONS, **options)
     return episodes
@@ -80,34 +79,26 @@ def test_relative_paths_and_ids_are_distinguished(tmp_path: Path, root: Path, mo
     write("./mine-v0")
     assert (tmp_path / "mine-v0" / "metadata.json").is_file()
     assert not (root / "mine-v0").exists()
-    with pytest.raises(InvalidArgumentError, match=r"minari download mine-v0\nUse './mine-v0' for a folder"):
-        open_dataset("mine-v0")
-
-
-@pytest.mark.parametrize(
-    ("source", "error", "text"),
-    [
+    sources: list[tuple[Any, type[Exception], str]] = [
+        ("mine-v0", InvalidArgumentError, r"minari download mine-v0\nUse './mine-v0' for a folder"),
         ("nowhere", InvalidArgumentError, "expected the folder of a Minari dataset"),
         (3, InvalidTypeError, "is of type int"),
-    ],
-)
-def test_other_sources_are_refused(
-    source: Any, error: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(error, match=text):
-        open_dataset(source)
+    ]
+    for source, error, text in sources:
+        with pytest.raises(error, match=text):
+            open_dataset(source)
 
 
 def test_missing_package_is_reported_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "mine")
-    monkeypatch.setitem(sys.modules, "h5py", None)
     monkeypatch.delitem(sys.modules, "minari.dataset._storages.hdf5_storage")
-    with pytest.raises(MissingDependencyError, match=r"h5py.*\n.*pip install .*\[datasets\]"):
-        open_dataset(tmp_path / "mine")
-    monkeypatch.setitem(sys.modules, "minari", None)
-    with pytest.raises(MissingDependencyError, match=r"minari.*\n.*pip install .*\[datasets\]"):
-        open_dataset(tmp_path / "mine")
+    for package, text in (
+        ("h5py", r"h5py.*\n.*pip install .*\[datasets\]"),
+        ("minari", r"minari.*\n.*pip install .*\[datasets\]"),
+    ):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(MissingDependencyError, match=text):
+            open_dataset(tmp_path / "mine")
 
 
 @pytest.mark.parametrize("data_format", ["hdf5", "arrow"])
@@ -156,31 +147,25 @@ def test_other_spaces_are_refused_by_name(tmp_path: Path, space: Any, name: str)
         open_dataset(tmp_path / "mine")
 
 
-def test_existing_target_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(InvalidArgumentError, match="exists already"):
-        write(tmp_path / "mine")
-    assert not list((tmp_path / "mine").iterdir())
-
-
-def test_failure_leaves_no_files(tmp_path: Path) -> None:
+def test_failure_leaves_no_files_and_changes_none(tmp_path: Path) -> None:
     def fail() -> Iterator[Episode]:
         yield from random_episodes(VECTOR, ACTIONS)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         write_dataset(tmp_path / "mine", fail(), VECTOR, ACTIONS)
-    for problem, text in (
-        ([], "no episodes"),
-        (random_episodes(VECTOR, spaces.Discrete(9, start=-1)), "are from 3 to 7"),
+    (tmp_path / "existing").mkdir()
+    good, other_actions = random_episodes(VECTOR, ACTIONS), random_episodes(VECTOR, spaces.Discrete(9, start=-1))
+    for target, episodes, options, text in (
+        (tmp_path / "mine", [], {}, "no episodes"),
+        (tmp_path / "mine", other_actions, {}, "are from 3 to 7"),
+        (tmp_path / "mine", good, {"data_format": "csv"}, "expected one of"),
+        (tmp_path / "existing", good, {}, "exists already"),
+        ("", good, {}, "empty"),
     ):
         with pytest.raises(InvalidArgumentError, match=text):
-            write_dataset(tmp_path / "mine", problem, VECTOR, ACTIONS)
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(InvalidArgumentError, match="expected one of"):
-        write(tmp_path / "mine", data_format="csv")
-    with pytest.raises(InvalidArgumentError, match="empty"):
-        write("")
+            write_dataset(target, episodes, VECTOR, ACTIONS, **options)
+    assert [*tmp_path.rglob("*")] == [tmp_path / "existing"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every folder")

@@ -24,7 +24,7 @@ from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, episode_log
 from rl_ext_core.recording.capsule import read_capsule
 from rl_ext_core.vector import SharedMemoryVectorEnv
 
-ACTIONS = np.random.default_rng(0).integers(0, 2, (200, 3))
+ACTIONS = np.random.default_rng(0).integers(0, 2, (93, 3))
 
 
 class Adjustable(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -36,7 +36,7 @@ class Adjustable(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.rng = np.random.default_rng(5)
 
     def shift(self, by: float) -> None:
-        self.rng.bit_generator.advance(int(by))  # type: ignore[attr-defined]
+        self.rng.bit_generator.advance(int(by))
 
     def step(self, action: Any) -> Any:
         observation, *rest = self.env.step(action)
@@ -67,10 +67,16 @@ def make_failing_env(kind: str = "exception") -> Any:
     return Failing(make_env(), kind)
 
 
-def step_repeatedly(envs: SharedMemoryVectorEnv) -> None:
-    """Make more steps than the failing environment survives."""
-    for _ in range(10):
-        envs.step(np.zeros(envs.num_envs, np.int64))
+def fail_in_a_worker(kind: str = "exception", **options: Any) -> str:
+    """Step until the second environment fails, and return the error's text."""
+    envs = SharedMemoryVectorEnv([make_env, lambda: make_failing_env(kind)], **options)
+    envs.reset(seed=1)
+    assert (envs._pool.episode_logs() == [None] * 2) == (options["recorder"] is False)
+    for _ in range(4):
+        envs.step(np.zeros(2, np.int64))
+    with pytest.raises(WorkerError) as raised:
+        envs.step(np.zeros(2, np.int64))
+    return str(raised.value)
 
 
 def check_repetition(log: EpisodeLog | None, observation: Any, make: Callable[[], Any] = make_env) -> EpisodeRecorder:
@@ -81,117 +87,74 @@ def check_repetition(log: EpisodeLog | None, observation: Any, make: Callable[[]
     assert repetition.first_difference is None
     np.testing.assert_array_equal(repetition.observation, observation)
     again = env.episode_log()
-    assert again is not None
     assert (again.checksums, again.generators) == (log.checksums, log.generators)
     return env
 
 
+@pytest.mark.parametrize("kills", [(), (7, 8, 33)], ids=["no restart", "restarts"])
 @pytest.mark.parametrize("mode", ["SameStep", "NextStep", "Disabled"])
-def test_episodes_are_repeated_in_all_autoreset_modes(mode: str) -> None:
-    envs = SharedMemoryVectorEnv([make_env] * 3, autoreset_mode=mode, n_workers=2)
+def test_episodes_are_repeated_in_all_autoreset_modes(mode: str, kills: tuple[int, ...]) -> None:
+    envs = SharedMemoryVectorEnv([make_env] * 3, autoreset_mode=mode, n_workers=2, restart="truncate")
     observations, _ = envs.reset(seed=3)
     for number, actions in enumerate(ACTIONS):
+        if number in kills:
+            worker = envs._pool.workers[number % 2]
+            os.kill(worker.process.pid, signal.SIGKILL)
         observations, _, terminated, truncated, _ = envs.step(actions)
         if mode == "Disabled" and (terminated | truncated).any():
             observations, _ = envs.reset(options={"reset_mask": terminated | truncated})
         if number == 20:
             envs.set_attr("scale", [2.0, 3.0, 4.0])
             envs.call("shift", 7)
-        if number % 23 == 0:
-            for log, observation in zip(envs._pool.episode_logs(), observations, strict=True):
+        logs = envs._pool.episode_logs()
+        if number in (0, 6, 9, 20, 23, 34, 50, 70, 92):
+            for log, observation in zip(logs, observations, strict=True):
                 check_repetition(log, observation)
+    assert envs.timings.restarts == len(kills)
     envs.close()
 
 
-@pytest.mark.parametrize("name", ["FrozenLake-v1", "Pendulum-v1", "Blackjack-v1", "Double"])
-def test_converted_observations_are_repeated(name: str) -> None:
+@pytest.mark.parametrize("name", ["FrozenLake-v1", "Pendulum-v1", "Blackjack-v1", "Double", "Adjustable"])
+def test_workers_repeat_episodes_and_continue_them(name: str) -> None:
     def make() -> Any:
+        if name == "Adjustable":
+            return make_env()
         if name != "Double":
             return gymnasium.make(name)
         env = gymnasium.make("CartPole-v1")  # returns float64, although its space is of float32
         return gymnasium.wrappers.TransformObservation(env, lambda x: x.astype(np.float64) / 3, env.observation_space)
 
-    one, other = (SharedMemoryVectorEnv([make] * 2, autoreset_mode="SameStep") for _ in range(2))
+    one, other = (SharedMemoryVectorEnv([make] * 3, n_workers=2, autoreset_mode="SameStep") for _ in range(2))
     one.reset(seed=3)
     one.action_space.seed(0)
     for _ in range(30):
         one.step(one.action_space.sample())
-    for number, log in enumerate(one._pool.episode_logs()):
-        assert log is not None
-        assert other._pool.repeat_episode(number, log).first_difference is None
-    one.close()
-    other.close()
-
-
-def test_repeated_episodes_continue_equally() -> None:
-    one, other = (SharedMemoryVectorEnv([make_env] * 3, n_workers=2) for _ in range(2))
-    one.reset(seed=3)
-    for actions in ACTIONS[:60]:
-        one.step(actions)
-    # A log taken during the step that follows an episode's end would omit the due reset.
     logs = one._pool.episode_logs()
     for number, log in enumerate(logs):
-        assert log is not None
         assert other._pool.repeat_episode(number, log).first_difference is None
-    again = other._pool.episode_logs()
-    for log, copy in zip(logs, again, strict=True):
-        assert log is not None
-        assert copy is not None
+    for log, copy in zip(logs, other._pool.episode_logs(), strict=True):
         assert (log.checksums, len(log.calls)) == (copy.checksums, len(copy.calls))
     one.close()
     other.close()
 
 
-@pytest.mark.parametrize("mode", ["SameStep", "NextStep", "Disabled"])
-def test_episodes_after_a_restart_are_repeated(mode: str) -> None:
-    envs = SharedMemoryVectorEnv([make_env] * 3, autoreset_mode=mode, n_workers=2, restart="truncate")
-    observations, _ = envs.reset(seed=3)
-    for number, actions in enumerate(ACTIONS[:60]):
-        if number in (7, 8, 33):
-            worker = envs._pool.workers[number % 2]
-            os.kill(worker.process.pid, signal.SIGKILL)
-        observations, _, terminated, truncated, _ = envs.step(actions)
-        if mode == "Disabled" and (terminated | truncated).any():
-            observations, _ = envs.reset(options={"reset_mask": terminated | truncated})
-        logs = envs._pool.episode_logs()
-        if number in (6, 9, 20, 34, 50):
-            for log, observation in zip(logs, observations, strict=True):
-                check_repetition(log, observation)
-    assert envs.timings.restarts == 3
-    envs.close()
-
-
 @pytest.mark.parametrize("kind", ["exception", "signal"])
 def test_failure_of_a_worker_is_recorded_in_the_folder(kind: str, tmp_path: Path) -> None:
-    envs = SharedMemoryVectorEnv([make_env, lambda: make_failing_env(kind)], recorder=tmp_path)
-    envs.reset(seed=1)
-    with pytest.raises(WorkerError, match="rl-ext replay") as raised:
-        step_repeatedly(envs)
+    text = fail_in_a_worker(kind, recorder=tmp_path)
     (path,) = tmp_path.iterdir()
-    assert str(path) in str(raised.value)
+    assert f"rl-ext replay {path}" in text
     capsule = read_capsule(path)
     assert (capsule.failure.kind, capsule.step, capsule.environment) == (kind, 5, 1)
     assert capsule.log.is_interrupted
 
 
-def test_recorder_false_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_ext_core.recording.capsule.CRASH_FOLDER", str(tmp_path))
-    envs = SharedMemoryVectorEnv([make_failing_env], recorder=False)
-    envs.reset(seed=1)
-    assert envs._pool.episode_logs() == [None]
-    with pytest.raises(WorkerError) as raised:
-        step_repeatedly(envs)
-    assert "rl-ext replay" not in str(raised.value)
-    assert not list(tmp_path.iterdir())
-
-
-def test_full_folder_is_reported_and_kept(tmp_path: Path) -> None:
+def test_no_failure_is_recorded_without_a_recorder_or_in_a_full_folder(tmp_path: Path, crash_folder: Path) -> None:
+    before = set(crash_folder.iterdir())
+    assert "rl-ext replay" not in fail_in_a_worker(recorder=False)
+    assert set(crash_folder.iterdir()) == before
     for number in range(10):
         (tmp_path / f"crash-{number}.rlx").touch()
-    envs = SharedMemoryVectorEnv([make_failing_env], recorder=tmp_path)
-    envs.reset()
-    with pytest.raises(WorkerError, match="contains 10 files"):
-        step_repeatedly(envs)
+    assert "contains 10 files" in fail_in_a_worker(recorder=tmp_path)
     assert len(list(tmp_path.iterdir())) == 10
 
 
@@ -233,7 +196,6 @@ ACTION_KINDS: dict[str, Callable[[float], Any]] = {
 
 
 def fill(action: Any) -> None:
-    """Change an action that was recorded."""
     if isinstance(action, list):
         action[0] = 7.0
     else:
@@ -272,7 +234,7 @@ def test_episodes_of_recorders_are_repeated(size: int, data: st.DataObject) -> N
     if (log := env.episode_log()) is not None:
         check_repetition(log, observation, make)
         if log.steps:
-            log.checksums[-1 if log.calls[-1][0] == "step" else 0] ^= 1  # type: ignore[operator]
+            log.checksums[-1 if log.calls[-1][0] == "step" else 0] ^= 1
             assert EpisodeRecorder(make()).repeat(log).first_difference is not None
 
 
@@ -290,12 +252,8 @@ def test_environment_that_never_ends_takes_limited_memory(make_action: Any, monk
     check_repetition(env.episode_log(), observation, functools.partial(Walk, 1))
 
 
-class Thing:
-    """Object without a text of its own."""
-
-
 OBSERVATIONS: dict[str, Any] = {
-    "object": Thing,
+    "object": lambda: gymnasium.Env(),  # without a text of its own
     "function": lambda: lambda: 1,
     "tensor": lambda: torch.zeros(2),
     "tensor with a gradient": lambda: torch.zeros(2, requires_grad=True) * 2,
@@ -315,9 +273,7 @@ def test_observations_of_any_class_are_recorded(kind: str) -> None:
     env = EpisodeRecorder(Special(1))
     env.reset(seed=1)
     env.step(np.zeros(2, np.float32))
-    log = env.episode_log()
-    assert log is not None
-    assert EpisodeRecorder(Special(1)).repeat(log).first_difference is None
+    assert EpisodeRecorder(Special(1)).repeat(env.episode_log()).first_difference is None
 
 
 class DiesInReset(Adjustable):
@@ -349,7 +305,6 @@ def test_episode_after_two_restarts_in_one_step_is_repeated(mode: str, tmp_path:
         observations = envs.step(actions[:2])[0]
     assert envs.timings.restarts == 2
     log = envs._pool.episode_logs()[0]
-    assert log is not None
     assert [name for name, _ in log.calls].count("reset") == 1
     check_repetition(log, observations[0])
     envs.close()
@@ -363,14 +318,12 @@ def test_call_that_raised_ends_the_log_until_the_next_reset() -> None:
     with pytest.raises(ValueError, match="planted"):
         env.step(0)
     log = env.episode_log()
-    assert log is not None
     assert (log.steps, log.is_interrupted) == (5, True)
     env.step(0)
     assert env.episode_log() is None
     env.reset()
     env.step(1)
     log = env.episode_log()
-    assert log is not None
     assert (log.steps, log.is_interrupted) == (1, False)
 
 
@@ -393,5 +346,4 @@ def test_step_of_a_subclass_is_called() -> None:
     env.reset(seed=0)
     env.step(1)
     log = env.episode_log()
-    assert log is not None
     assert log.calls[-1] == ("step", 0)

@@ -40,7 +40,7 @@ def test_missing_dependency_error_names_the_package_and_the_install_command() ->
 
 
 def test_install_command_is_the_same_in_docs_and_errors() -> None:
-    extras = re.search(r"\[project.optional-dependencies\]\n(.*?)\n\[", (ROOT / "pyproject.toml").read_text(), re.S)[1]  # type: ignore[index]
+    extras = re.search(r"\[project.optional-dependencies\]\n(.*?)\n\[", (ROOT / "pyproject.toml").read_text(), re.S)[1]
     known = set(re.findall(r"^([a-z0-9_-]+) = \[", extras, re.M))
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.ipynb")]
     for page in pages:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from rl_ext_core._interrupts import defer_signals, run_pending_handlers
+from tests.forks import result_in_fork
 from tests.interrupts import interrupt_at, interrupt_everywhere
 
 
 @pytest.fixture(autouse=True)
 def restored_handlers() -> Iterator[None]:
     """Restore the signal handlers, and assert that Python's SIGINT handler was unchanged."""
-    numbers = (signal.SIGINT, signal.SIGALRM, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     yield
     after = [signal.getsignal(number) for number in numbers]
@@ -45,7 +45,6 @@ def test_interrupted_call_is_complete_or_not_started() -> None:
     counters = []
 
     def prepare() -> Callable[[], Any]:
-        """Create a counter, and return its method that is to be interrupted."""
         counters.append(_Counter())
         return counters[-1].increment_both
 
@@ -60,7 +59,6 @@ def test_interrupted_call_is_complete_or_not_started() -> None:
 def test_exception_of_a_call_is_the_context_of_keyboard_interrupt() -> None:
     @defer_signals
     def fails() -> None:
-        """Raise SIGINT and an exception while signals are deferred."""
         signal.raise_signal(signal.SIGINT)
         raise ValueError("ours")
 
@@ -70,31 +68,26 @@ def test_exception_of_a_call_is_the_context_of_keyboard_interrupt() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize("name", ["SIGALRM", "SIGTERM", "SIGUSR1"])
-def test_handlers_of_other_signals_are_deferred_too(name: str) -> None:
-    number, counter, seen = getattr(signal, name), _Counter(), []
-    before = signal.signal(number, lambda number, frame: seen.append((number, counter.second)))
-    try:
-        assert counter.increment_both(lambda: signal.raise_signal(number)) == "done"
-    finally:
-        signal.signal(number, before)
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1])
+def test_handlers_of_other_signals_are_deferred_too(number: signal.Signals) -> None:
+    counter, seen = _Counter(), []
+    signal.signal(number, lambda number, frame: seen.append((number, counter.second)))
+    assert counter.increment_both(lambda: signal.raise_signal(number)) == "done"
     assert seen == [(number, 1)]
+
+
+def raise_signals(*numbers: signal.Signals) -> None:
+    for number in numbers:
+        signal.raise_signal(number)
 
 
 def test_second_signal_is_handled_if_the_first_handler_raises() -> None:
     def end(*_: object) -> None:
-        """Handle SIGTERM by exiting with status 3."""
         raise SystemExit(3)
 
     signal.signal(signal.SIGTERM, end)
-
-    def raise_both_signals() -> None:
-        """Raise two signals."""
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGTERM)
-
     with pytest.raises(SystemExit) as caught:
-        _Counter().increment_both(raise_both_signals)
+        _Counter().increment_both(lambda: raise_signals(signal.SIGINT, signal.SIGTERM))
     assert isinstance(caught.value.__context__, KeyboardInterrupt)
 
 
@@ -102,19 +95,13 @@ def test_handler_that_another_handler_removes_is_not_called() -> None:
     seen = []
 
     def remove_other_handler(*_: object) -> None:
-        """Handle a signal by removing the handler of the other one."""
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         _Counter().increment_both()
         seen.append("first")
 
-    def raise_both_signals() -> None:
-        """Raise two signals."""
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGALRM)
-
     signal.signal(signal.SIGTERM, remove_other_handler)
     signal.signal(signal.SIGALRM, lambda *_: seen.append("second"))
-    assert _Counter().increment_both(raise_both_signals) == "done"
+    assert _Counter().increment_both(lambda: raise_signals(signal.SIGTERM, signal.SIGALRM)) == "done"
     assert seen == ["first"]
 
 
@@ -123,7 +110,6 @@ def test_long_call_ends_where_it_runs_pending_handlers() -> None:
 
     @defer_signals
     def work() -> None:
-        """Take ten steps, with an interrupt in the fourth one."""
         for step in range(10):
             if step == 3:
                 signal.raise_signal(signal.SIGINT)
@@ -138,35 +124,17 @@ def test_long_call_ends_where_it_runs_pending_handlers() -> None:
 
 def test_handlers_stay_deferred_after_a_nested_call() -> None:
     inner, outer = _Counter(), _Counter()
-
-    def during() -> None:
-        """Raise SIGINT, then make a nested call that defers signals."""
-        signal.raise_signal(signal.SIGINT)
-        inner.increment_both()
-
     with pytest.raises(KeyboardInterrupt):
-        outer.increment_both(during)
+        outer.increment_both(lambda: [signal.raise_signal(signal.SIGINT), inner.increment_both()])
     assert (inner.second, outer.second) == (1, 1)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python warns of a fork in a process with threads
 def test_process_forked_by_a_thread_defers_signals() -> None:
-    codes = []
+    def interrupt() -> tuple[Any, ...]:
+        counter = _Counter()
+        where = interrupt_at(counter.increment_both, 3, code_paths=("test_interrupts.py",))
+        return where is not None, counter.first, counter.second
 
-    def fork() -> None:
-        """Fork a process that interrupts a call and exits with 0 if it was completed."""
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                counter = _Counter()
-                where = interrupt_at(counter.increment_both, 3, code_paths=("test_interrupts.py",))
-                code = where is None or (counter.first, counter.second) != (1, 1)
-            finally:
-                os._exit(code)
-        codes.append(os.waitpid(child, 0)[1])
-
-    thread = threading.Thread(target=fork)
-    thread.start()
-    thread.join()
-    assert codes == [0]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(result_in_fork, interrupt).result() == "(True, 1, 1)"

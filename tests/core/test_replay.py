@@ -78,6 +78,18 @@ class Walk(gymnasium.Env):
         return self.observe(), 0.0, False, False, {}
 
 
+class Drift(Walk):
+    """Walk that is not deterministic."""
+
+    def step(self, action):
+        self.place += random.SystemRandom().random() / 9
+        return super().step(action)
+
+
+def fail_early():
+    return Walk("exception", limit=3.0)
+
+
 class FailAt(gymnasium.Wrapper):
     """Wrapper that fails at a step of the episode."""
 
@@ -107,15 +119,6 @@ KINDS = {
     "observation": RecordedFailure("observation", "it returned another shape", "step", 1),
     "info": RecordedFailure("observation", "it returned another info", "step", 1),
 }
-TEXTS = {
-    "exception": "ArithmeticError in fail, ",
-    "segfault": "SIGSEGV in string_at, ",
-    "abort": "SIGABRT in fail, ",
-    "exit": "exit code 7",
-    "hang": "no answer (it hangs) in fail, ",
-    "observation": "values that do not fit the spaces",
-    "info": "values that do not fit the spaces",
-}
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals")
 
 
@@ -126,7 +129,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "failing_envs", raising=False)
-    import failing_envs  # type: ignore[import-not-found]
+    import failing_envs
 
     yield failing_envs
     sys.modules.pop("failing_envs", None)
@@ -147,26 +150,37 @@ def record(make: Any, folder: Path, kind: str, crashes: Any, *, seed: int | None
         env.step(np.int64(actions.integers(env.action_space.n)) if action is None else action)
         n_steps += 1
     log = env.episode_log()
-    assert log is not None
     log = EpisodeLog(log.generators, log.settings, log.calls, log.checksums[:-1])
     factory = as_factory(functools.partial(make, kind=kind)).for_workers(1)[0]
     return write_capsule(folder, factory=factory, log=log, failure=KINDS[kind], environment=2, **options)
 
 
 def has_left(env: Any, n_steps: int) -> bool:
-    """Return whether a walk has moved far enough to fail."""
     return bool(env.unwrapped.place > env.unwrapped.limit)
 
 
 @posix
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("exception", "ArithmeticError in fail, "),
+        ("segfault", "SIGSEGV in string_at, "),
+        ("abort", "SIGABRT in fail, "),
+        ("exit", "exit code 7"),
+        ("hang", "no answer (it hangs) in fail, "),
+        ("observation", "values that do not fit the spaces"),
+        ("info", "values that do not fit the spaces"),
+    ],
+)
 @pytest.mark.sample(quick=4)
-def test_crash_is_reproduced(kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_crash_is_reproduced(
+    kind: str, text: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = record(failing.Walk, tmp_path / "crashes", kind, has_left, step_timeout=0.6)
     step = read_capsule(path).step
     assert main(["replay", str(path), "--yes"]) == 0
     printed = capsys.readouterr().out
-    assert f"reproduced at step {step}: {TEXTS[kind]}" in printed
+    assert f"reproduced at step {step}: {text}" in printed
     assert "executes the pickled code of the factory" in printed
 
 
@@ -310,8 +324,8 @@ def test_lines_of_the_guide_repeat_a_crash(seed: int | None, failing: Any, tmp_p
     names = {"make_my_env": lambda: EpisodeRecorder(build(kind="exception"))}
     with pytest.raises(ArithmeticError):
         exec(code, names)
-    names["episode"].close()  # type: ignore[attr-defined]
-    repeated = names["env"].episode_log()  # type: ignore[attr-defined]
+    names["episode"].close()
+    repeated = names["env"].episode_log()
     assert repeated.checksums == log.checksums
     assert repeated.steps == log.steps == 7
 
@@ -370,28 +384,20 @@ def test_environment_of_another_kind_is_a_wrong_argument(
     assert "Traceback" not in printed
 
 
-def test_environment_that_does_not_crash(
-    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("failing_envs:Walk", "does not crash, and all observations are equal"),
+        ("failing_envs:Drift", "does not crash: first difference at step 1: the environment is not det"),
+        ("failing_envs:fail_early", "crashed elsewhere: step "),
+    ],
+)
+def test_crash_that_is_not_reproduced(
+    source: str, expected: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
-    assert main(["replay", str(path), "--env", "failing_envs:Walk"]) == 1
-    assert "does not crash, and all observations are equal" in capsys.readouterr().out
-    (tmp_path / "random_env.py").write_text(
-        "import random\nfrom failing_envs import Walk\n\n\nclass Drift(Walk):\n"
-        "    def step(self, action):\n        self.place += random.SystemRandom().random() / 9\n"
-        "        return super().step(action)\n"
-    )
-    assert main(["replay", str(path), "--env", "random_env:Drift"]) == 1
-    assert "does not crash: first difference at step 1: the environment is not det" in capsys.readouterr().out
-
-
-def test_crash_at_another_step(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
-    (tmp_path / "early_env.py").write_text(
-        "from failing_envs import Walk\n\n\ndef early():\n    return Walk('exception', limit=3.0)\n"
-    )
-    assert main(["replay", str(path), "--env", "early_env:early"]) == 1
-    assert "crashed elsewhere: step " in capsys.readouterr().out
+    assert main(["replay", str(path), "--env", source]) == 1
+    assert expected in capsys.readouterr().out
 
 
 def test_code_is_executed_only_with_consent(

@@ -29,7 +29,6 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
 
     def write(files: dict[str, str]) -> None:
-        """Write files, given by their paths on the machine."""
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
@@ -45,32 +44,28 @@ def test_all_cores_count_on_systems_without_affinity(tree: Tree, monkeypatch: py
     assert usable_cores() == 1
 
 
+V2_QUOTA, V1_QUOTA = "sys/fs/cgroup/job/step/cpu.max", "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us"
+V1_PERIOD = {"sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n"}
+
+
 @pytest.mark.parametrize(
-    ("quota", "cores"),
+    ("files", "cores"),
     [
-        ("max 100000", 8),
-        ("200000 100000", 2),
-        ("250000 100000", 3),
-        ("5000 100000", 1),
-        ("9900000 100000", 8),
-        ("nonsense", 8),
+        ({V2_QUOTA: "max 100000\n"}, 8),
+        ({V2_QUOTA: "200000 100000\n"}, 2),
+        ({V2_QUOTA: "250000 100000\n"}, 3),
+        ({V2_QUOTA: "5000 100000\n"}, 1),
+        ({V2_QUOTA: "9900000 100000\n"}, 8),
+        ({V2_QUOTA: "nonsense\n"}, 8),
+        # Quotas of outer groups.
+        ({V2_QUOTA: "max 100000\n", "sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3),
+        ({V2_QUOTA: "max 100000\n", "sys/fs/cgroup/job/cpu.max": "300000 100000\n"}, 3),
+        ({**V1, **V1_PERIOD, V1_QUOTA: "-1\n"}, 8),
+        ({**V1, **V1_PERIOD, V1_QUOTA: "200000\n"}, 2),
     ],
 )
-def test_quota_of_the_control_group_limits_cores(tree: Tree, quota: str, cores: int) -> None:
-    tree({**V2, "sys/fs/cgroup/job/step/cpu.max": f"{quota}\n"})
-    assert usable_cores() == cores
-
-
-@pytest.mark.parametrize("place", ["cpu.max", "job/cpu.max"])
-def test_quotas_of_outer_control_groups_limit_cores(tree: Tree, place: str) -> None:
-    tree({**V2, "sys/fs/cgroup/job/step/cpu.max": "max 100000\n", f"sys/fs/cgroup/{place}": "300000 100000\n"})
-    assert usable_cores() == 3
-
-
-@pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("200000", 2)])
-def test_quotas_of_control_groups_version_1_limit_cores(tree: Tree, quota: str, cores: int) -> None:
-    folder = "sys/fs/cgroup/cpu/job"
-    tree({**V1, f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": "100000\n"})
+def test_quotas_of_control_groups_limit_cores(tree: Tree, files: dict[str, str], cores: int) -> None:
+    tree({**V2, **files})
     assert usable_cores() == cores
 
 
@@ -123,9 +118,7 @@ def test_private_memory_is_the_sum_of_clean_and_dirty_pages(tree: Tree) -> None:
 def test_resources_of_this_machine_are_plausible() -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
     available, private = available_memory(), private_memory()
-    assert available is not None
     assert 0 < available <= psutil.virtual_memory().total
-    assert private is not None
     assert 0 < private <= psutil.Process().memory_info().rss
     assert private_memory(os.getpid()) is not None
 

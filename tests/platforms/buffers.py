@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -21,51 +22,13 @@ from typing import Any
 import numpy as np
 
 from rl_ext_core.errors import CorruptFileError, StorageError
-from rl_ext_core.frames import FrameStore, Observation
+from rl_ext_core.frames import Observation
 from rl_ext_core.frames.shared_memory import MemoryFile, ProcessLock
+from tests.core.frames.numbered import N_ENVS, OBSERVATIONS, add, check, compute_observations, open_store
 
-CAPACITY, N_ENVS, SHAPE = 60, 2, (20, 20, 4)
-ADDED = 150
-ROW = np.dtype([("reward", np.float32, (N_ENVS,))])
-
-
-def frames(number: int) -> np.ndarray:
-    """Return one frame per environment; few pixels change between consecutive numbers."""
-    frame = np.zeros((N_ENVS, 20, 20), np.uint8)
-    for env in range(N_ENVS):
-        frame[env, number % 20, (3 * number + env) % 20] = 200 + env
-        frame[env, :3] = 7 * env
-    return frame
-
-
-def observations_at(number: int) -> np.ndarray:
-    """Return the last four frames of each environment as an observation."""
-    return np.stack([frames(max(number + i, 0)) for i in range(-3, 1)], axis=-1)
-
-
-def append_transitions(store: FrameStore, start: int, stop: int) -> None:
-    """Append transitions and their rewards to a store."""
-    row = np.zeros(1, ROW)
-    for number in range(start, stop):
-        row["reward"] = number
-        store.append(observations_at(number), observations_at(number + 1), row)
-
-
-def check_transitions(store: FrameStore, start: int, stop: int) -> None:
-    """Assert that a store contains these transitions."""
-    rows = np.arange(CAPACITY, dtype=np.int64)
-    outs = [np.empty((CAPACITY, *SHAPE), np.uint8) for _ in range(2)]
-    for env in range(N_ENVS):
-        store.get(rows, np.full(CAPACITY, env, dtype=np.int64), *outs)
-        for number in range(max(start, stop - CAPACITY), stop):
-            for out, expected in zip(outs, (observations_at(number), observations_at(number + 1)), strict=True):
-                assert (out[number % CAPACITY] == expected[env]).all(), (env, number)
-
-
-def make_store(codec: str = "patch", **options: Any) -> FrameStore:
-    """Create an adaptive store, in memory by default."""
-    observation = Observation(SHAPE, np.uint8, codec)
-    return FrameStore(CAPACITY, N_ENVS, observation, row_dtype=ROW, **options)
+CAPACITY, ADDED = 60, 150
+# Observations of both codecs.
+KINDS = (OBSERVATIONS, {"exact": Observation((3, 9, 8), np.uint8, "raw", 3)})
 
 
 @contextlib.contextmanager
@@ -87,110 +50,110 @@ def expect_error(kind: type[Exception], words: str, function: Callable[[], Any])
     assert words in text, text
 
 
+def is_missing(name: str) -> bool:
+    """Return whether a module cannot be imported, and print its error."""
+    try:
+        importlib.import_module(name)
+    except (ImportError, OSError) as error:  # torch raises OSError for a DLL that fails to load
+        print(f"not run: {name}: {error}")
+        return True
+    return False
+
+
 def test_store_in_memory_returns_transitions() -> None:
-    for codec in ("patch", "raw"):
-        store = make_store(codec)
-        append_transitions(store, 0, ADDED)
-        check_transitions(store, 0, ADDED)
+    for observations in KINDS:
+        store = open_store(None, CAPACITY, observations)
+        add(store, *range(ADDED))
+        assert check(store) == ADDED - 1
         store.clear()
-        append_transitions(store, 0, 10)
-        check_transitions(store, 0, 10)
+        add(store, *range(10))
+        assert check(store) == 9
 
 
 def test_pickle_is_loaded_and_damage_detected() -> None:
-    store = make_store()
-    append_transitions(store, 0, ADDED)
+    store = open_store(None, CAPACITY)
+    add(store, *range(ADDED))
     data = pickle.dumps(store, protocol=5)
     loaded = pickle.loads(data)
-    check_transitions(loaded, 0, ADDED)
-    append_transitions(loaded, ADDED, ADDED + 20)
-    check_transitions(loaded, 0, ADDED + 20)
+    add(loaded, *range(ADDED, ADDED + 20))
+    assert check(loaded) == ADDED + 19
     damaged = bytearray(data)
     damaged[len(damaged) // 2] ^= 1
     expect_error(CorruptFileError, "damaged", lambda: pickle.loads(bytes(damaged)))
 
 
-def _use_folder(path: Path, codec: str) -> None:
+def _use_folder(path: Path, observations: Any) -> None:
     """Create, fill and close a store in a folder, and check its errors."""
-    store = make_store(codec, storage_dir=path, resume=True)
-    append_transitions(store, 0, ADDED)
-    check_transitions(store, 0, ADDED)
+    store = open_store(path, CAPACITY, observations)
+    add(store, *range(ADDED))
     expect_error(
-        StorageError, f"in use by this process, {os.getpid()}", lambda: make_store(codec, storage_dir=path, resume=True)
+        StorageError, f"in use by this process, {os.getpid()}", lambda: open_store(path, CAPACITY, observations)
     )
     store.close()
-    expect_error(StorageError, "was closed", lambda: check_transitions(store, 0, ADDED))
+    expect_error(StorageError, "was closed", lambda: check(store))
 
 
 def test_folder_is_reopened_with_all_transitions() -> None:
     with temporary_folder() as path:
-        for codec in ("patch", "raw"):
-            _use_folder(path / codec, codec)
-            store = make_store(codec, storage_dir=path / codec, resume=True)
-            assert store.recovered is not None
+        for number, observations in enumerate(KINDS):
+            _use_folder(path / str(number), observations)
+            store = open_store(path / str(number), CAPACITY, observations)
             assert store.recovered.kept == CAPACITY
-            check_transitions(store, 0, ADDED)
-            assert (store.rows["reward"].max(axis=1) >= ADDED - CAPACITY).all()
-            append_transitions(store, ADDED, ADDED + 7)
-            check_transitions(store, 0, ADDED + 7)
+            assert check(store) == ADDED - 1
+            add(store, *range(ADDED, ADDED + 7))
+            assert check(store) == ADDED + 6
             store.close()
             del store
 
 
 def test_damaged_folder_is_refused() -> None:
     with temporary_folder() as path:
-        store = make_store("patch", storage_dir=path / "a", resume=True)
-        append_transitions(store, 0, ADDED)
+        store = open_store(path / "a", CAPACITY)
+        add(store, *range(ADDED))
         store.clear()
-        append_transitions(store, 0, 20)
-        check_transitions(store, 0, 20)
+        add(store, *range(20))
         store.close()
         del store
         segment = max((path / "a").glob("log-*/*.log"))
         whole = bytearray(segment.read_bytes())
         whole[len(whole.rstrip(b"\0")) * 9 // 10] ^= 1  # Windows keeps the unused end of a file
         segment.write_bytes(whole)
-        expect_error(CorruptFileError, "from a copy", lambda: make_store("patch", storage_dir=path / "a", resume=True))
+        expect_error(CorruptFileError, "from a copy", lambda: open_store(path / "a", CAPACITY))
 
 
 def _add_until_killed(path: Path) -> None:
     """Fill a store in a folder, then wait until the process is killed."""
-    store = make_store("patch", storage_dir=path, resume=True)
-    append_transitions(store, 0, ADDED)
+    store = open_store(path, CAPACITY)
+    add(store, *range(ADDED))
     (path.parent / "added").touch()
     while True:
         time.sleep(1)
 
 
-def _kill_when_file_exists(path: Path, process: Any) -> None:
-    """Wait for a file, then kill a process."""
+def _wait_for_file(path: Path, process: Any) -> None:
+    """Wait for a file that a process creates."""
     for _ in range(6000):
         if path.exists():
             break
         assert process.is_alive()
         time.sleep(0.05)
-    process.kill()
-    process.join()
 
 
 def test_transitions_of_a_killed_process_are_recovered() -> None:
     with temporary_folder() as path:
         process = multiprocessing.get_context("spawn").Process(target=_add_until_killed, args=(path / "a",))
         process.start()
-        for _ in range(6000):
-            if (path / "added").exists():
-                break
-            time.sleep(0.05)
+        _wait_for_file(path / "added", process)
         expect_error(
             StorageError,
             f"in use by another process, {process.pid}",
-            lambda: make_store("patch", storage_dir=path / "a", resume=True),
+            lambda: open_store(path / "a", CAPACITY),
         )
-        _kill_when_file_exists(path / "added", process)
-        store = make_store("patch", storage_dir=path / "a", resume=True)
-        assert store.recovered is not None
+        process.kill()
+        process.join()
+        store = open_store(path / "a", CAPACITY)
         assert store.recovered.kept >= CAPACITY - 1
-        check_transitions(store, ADDED - CAPACITY + 1, ADDED - 1)
+        assert check(store) >= ADDED - 2
         store.close()
         del store
 
@@ -225,69 +188,61 @@ def test_processes_share_memory_and_a_lock() -> None:
         holder.start()
         dead: list[int] = []
         lock.recover = dead.append
-        _kill_when_file_exists(path / "held", holder)
+        _wait_for_file(path / "held", holder)
+        holder.kill()
+        holder.join()
         with lock:
             assert dead == [holder.pid]
 
 
 def test_compressed_replay_buffer_equals_sb3() -> None:
-    try:
-        import torch  # noqa: F401
-        from gymnasium import spaces
-        from stable_baselines3.common.buffers import ReplayBuffer
-
-        from sb3_ext import CompressedReplayBuffer
-    except ImportError as error:  # SB3 is not installed under Wine
-        print(f"not run: {error}")
+    if is_missing("sb3_ext"):
         return
-    space = spaces.Box(0, 255, SHAPE, np.uint8), spaces.Discrete(4)
+    from gymnasium import spaces
+    from stable_baselines3.common.buffers import ReplayBuffer
+
+    from sb3_ext import CompressedReplayBuffer
+
+    space = spaces.Box(0, 255, (3, 9, 8), np.uint8), spaces.Discrete(4)
     buffers = [kind(CAPACITY, *space, n_envs=N_ENVS, device="cpu") for kind in (ReplayBuffer, CompressedReplayBuffer)]
     for number in range(ADDED):
         done = np.array([number % 30 == 29, number % 25 == 24])
+        obs, next_obs = (compute_observations(number + side)["exact"] for side in range(2))
         for buffer in buffers:
-            buffer.add(
-                observations_at(number),
-                observations_at(number + 1),
-                np.full(N_ENVS, number % 4),
-                np.ones(N_ENVS),
-                done,
-                [{}] * N_ENVS,
-            )
-    theirs, ours = ([] for _ in range(2))
-    for buffer, seen in zip(buffers, (theirs, ours), strict=True):
+            buffer.add(obs, next_obs, np.full(N_ENVS, number % 4), np.ones(N_ENVS), done, [{}] * N_ENVS)
+    found = []
+    for buffer in buffers:
         np.random.seed(0)
-        seen.extend(buffer.sample(64))
-    assert all((a == b).all() for a, b in zip(theirs, ours, strict=True) if a is not None)
+        found.append(buffer.sample(64))
+    assert all((a == b).all() for a, b in zip(*found, strict=True) if a is not None)
 
 
 def test_frame_storage_in_a_folder_can_be_reopened() -> None:
-    try:
-        import torch
-        from tensordict import TensorDict
-        from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-
-        from torchrl_ext import FrameStorage
-    except (ImportError, OSError) as error:  # under Wine, torch may fail to load a DLL
-        print(f"not run: {error}")
+    if is_missing("torchrl_ext"):
         return
+    import torch
+    from tensordict import TensorDict
+    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+    from torchrl_ext import FrameStorage
 
     def fill(storage: Any) -> Any:
-        """Fill a storage by a replay buffer, and return it."""
         buffer = TensorDictReplayBuffer(storage=storage, batch_size=8)
         for start in (0, 30):
-            pixels = np.stack([observations_at(number)[0] for number in range(start, start + 30)])
-            data = {"pixels": torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), "reward": torch.arange(30)}
+            pixels = np.stack([compute_observations(number)["exact"][0] for number in range(start, start + 30)])
+            data = {"pixels": torch.from_numpy(pixels), "reward": torch.arange(30)}
             buffer.extend(TensorDict(data, [30]))
         return storage
 
     every = torch.arange(50)
     expected = fill(LazyTensorStorage(50)).get(every)
     with temporary_folder() as path:
-        storage = fill(FrameStorage(50, storage_dir=path / "kept", resume=True))
-        expect_error(StorageError, "in use", lambda: FrameStorage(50, storage_dir=path / "kept", resume=True))
+        options = {"storage_dir": path / "kept", "resume": True, "pixels": ["pixels"]}
+        storage = fill(FrameStorage(50, **options))
+        expect_error(StorageError, "in use", lambda: FrameStorage(50, **options))
         storage.close()
         del storage  # its mappings keep the files in use on Windows
-        opened = FrameStorage(50, storage_dir=path / "kept", resume=True)
+        opened = FrameStorage(50, **options)
         assert (opened.get(every) == expected).all()
         opened.close()
         del opened

@@ -423,7 +423,8 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
         if found.where != "fails" and decision and gpu:
             effect += f", while {decision.device}, {describe_gpu(gpu)}, computes"
         # robosuite comes last, and a decision for it also suits the other renderers.
-        yield situation.finding(found.variable, effect, fix.format(affected[-1].name), severity)
+        fix = fix.replace('renderer="{}"', f'renderer="{affected[-1].name}"')  # values may contain braces, too
+        yield situation.finding(found.variable, effect, fix, severity)
 
 
 def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:

@@ -51,7 +51,7 @@ def report_as_text(report: DoctorReport, width: int = 120) -> str:
     """Return the text that ``rl-ext doctor`` prints for a report on a console of this width."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     print_report(report, console)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    text: str = console.file.getvalue()
     return text
 
 
@@ -98,7 +98,6 @@ class FakeNvml(ModuleType):
         return answer(*args)
 
     def _add_to_started(self, change: int) -> None:
-        """Add 1 or -1 to the number of initializations that are not shut down yet."""
         self.started += change
 
     def _get_slice(self, gpu: Gpu, place: int) -> str:
@@ -108,5 +107,4 @@ class FakeNvml(ModuleType):
         return gpu.mig[place // 2]
 
     def _processes_on(self, gpu: Gpu, pids: Sequence[int]) -> list[SimpleNamespace]:
-        """Return the processes that use a GPU: all of them for GPU 0, none for the others."""
         return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in pids if gpu.index == 0]

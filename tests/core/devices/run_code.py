@@ -80,12 +80,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 def _find_error_line(lines: list[str]) -> str:
     """Return the line of the error that ended the program, without its causes and later errors of destructors."""
-    starts = [
-        number for number, line in enumerate(lines) if line == _TRACEBACK and not _is_ignored_exception(lines, number)
-    ]
+    pairs = enumerate(zip(["", *lines], lines, strict=False))
+    # Python has printed the others for exceptions that it ignored.
+    starts = [at for at, (before, line) in pairs if line == _TRACEBACK and not before.startswith("Exception ignored")]
     return next((line for line in lines[starts[-1] + 1 :] if line and line[0] != " "), "") if starts else ""
-
-
-def _is_ignored_exception(lines: list[str], traceback: int) -> bool:
-    """Return whether Python printed this traceback for an exception that it ignored."""
-    return traceback > 0 and lines[traceback - 1].startswith("Exception ignored")

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from rl_ext_core.devices import EglDevice, Finding, Inventory, apply, check_environment, cuda, renderers, resolve
 from tests.core.devices.machines import egl, machine, run_shell_line, uuid
@@ -88,6 +86,7 @@ MISTAKES: list[Mistake] = [
        effect) for mask, (severity, line, effect) in MASKS.items()),
     ({MASK: f"{SLICE},{OTHER}"}, WITH_MIG, MASK, "warning", f"export {MASK}={SLICE}", ""),
     ({}, WITH_MIG, MASK, "warning", "*", f"{SLICE}, and no other device"),
+    ({**EGL, MASK: "${GPU}"}, NONE, MASK, "error", f"export {PLATFORM}=egl *{MASK}='${{GPU}},-1,0'", "robosuite"),
     ({**SCREEN, MASK: uuid(1)}, ROBOSUITE, "*", "*", f"*{INDEX}=1", 'rendering ends in "ValueError: inv'),
     ({ORDER: "PCI"}, DIFFERENT_GPUS, ORDER, "error", TO_PCI, f"0 is NVIDIA H100 {uuid(1)} (nvidia-smi 1)"),
     ({}, DIFFERENT_GPUS, ORDER, "warning", TO_PCI, "(nvidia-smi 1)"),
@@ -268,28 +267,6 @@ def _apply_fix(finding: Finding, renderer: str, environ: Mapping[str, str], ther
     assert f'renderer="{renderer}"' in finding.fix
     decision = resolve("auto", render="same", renderer=renderer, inventory=there, environ=environ)
     return {**environ, **{name: value for name, value in decision.variables.items() if value is not None}}
-
-
-PIECES = ["0", "1", "9", "-1", ",", ";", " ", "'", "GPU-", "GPU-aaaa", uuid(1), "MIG-", SLICE, "cuda:", "egl", "osmesa"]
-ANY_TEXT = st.text() | st.lists(st.sampled_from([*PIECES, "9" * 5000, "²٣", "/", "-", ".."]), max_size=5).map("".join)
-_KNOWN = (MASK, ORDER, GL, INDEX, PLATFORM, RANK, SHOWN, CAN, "SLURM_LOCALID", "DISPLAY", "RAY_JOB_ID")
-KNOWN = st.sampled_from([*_KNOWN, "cuda_visible_devices"])
-MORE = dataclasses.replace(FOUR, egl=None), machine(2, versions={"mujoco": "4.0.0"}), machine(2, versions=CPU_TORCH)
-_MACHINES = (FOUR, REORDERED, NONE, WITHOUT_RENDERERS, WITH_MIG, DIFFERENT_GPUS, UNKNOWN_ORDER, NO_NVIDIA_EGL)
-ANY_MACHINE = st.sampled_from([*_MACHINES, Inventory(), MIG_WITHOUT_ROBOSUITE, *MORE])
-
-
-@pytest.mark.slow
-@settings(max_examples=500)
-@given(st.dictionaries(KNOWN, ANY_TEXT) | st.dictionaries(st.text() | KNOWN, ANY_TEXT), ANY_MACHINE)
-@example({MASK: "MIG-"}, UNKNOWN_ORDER)
-def test_any_environment_is_checked_and_not_changed(environ: dict[str, str], inventory: Inventory) -> None:
-    before = dict(environ)
-    for finding in find_mistakes(environ, inventory):
-        assert finding.effect
-        assert finding.fix
-        assert finding.severity in ("error", "warning")
-    assert environ == before
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from importlib import metadata, util
 from pathlib import Path
 
 import pytest
-import torch
 
 from rl_ext_core.cli.run import plan_program
 from rl_ext_core.devices import Inventory, renderers, resolve
 from rl_ext_core.devices.cuda import Machine
 from tests.core.devices import machines
 from tests.core.devices.fakes import build
+from tests.core.devices.test_mask import shown_by_torch
 
 ROOT = Path(__file__).resolve().parents[3]
 MUJOCO_4 = ROOT / ".venv-mujoco4" / "bin" / "python"
@@ -49,7 +49,6 @@ def select_gpus(drivers: build.Drivers, tmp_path: Path) -> Ask:
     """Return a function that runs a renderer's own selection; -1 is the software device, None a failure."""
 
     def select_gpus(renderer: str, cases: Sequence[Case]) -> list[int | None]:
-        """Return the GPU that the installed renderer selects in each case."""
         python = MUJOCO_4 if renderer == "mujoco 4" else Path(sys.executable)
         if not python.exists():
             build.skip_or_fail(f"{python} is not there; make it with: scripts/make_mujoco4_venv.sh")
@@ -65,7 +64,6 @@ def select_gpus(drivers: build.Drivers, tmp_path: Path) -> Ask:
 
 
 def without_version(renderer: str) -> str:
-    """Return the name of a renderer without its version."""
     return renderer.split()[0]
 
 
@@ -79,7 +77,6 @@ def machine_of(order: Sequence[int], renderer: str, count: int = 4) -> Inventory
 
 
 def orders_and_masks() -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Generate all pairs of an order of EGL's devices and a mask."""
     for order in ORDERS:
         for mask in MASKS:
             yield (*order, -1), mask
@@ -94,18 +91,26 @@ def case(order: Sequence[int], environ: Mapping[str, str | None], **more: str) -
 @pytest.mark.sample
 @every_renderer
 def test_render_same_selects_compute_gpu_over_all_orders_and_masks(renderer: str, select_gpus: Ask) -> None:
-    cases, wanted, count = [], [], 0
-    for order, mask in orders_and_masks():
-        machine = machine_of(order, renderer)
-        environ = {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}
-        for device in ("auto", f"cuda:{count % len(mask)}"):
+    """CUDA's order, and whether masks have indices or UUIDs, are random."""
+    draw, cases, wanted = random.Random(8), [], []
+    for number, (order, mask) in enumerate(orders_and_masks()):
+        fastest_first = draw.sample(range(4), 4)
+        environ = {"CUDA_VISIBLE_DEVICES": mask_text(mask, draw.choice(["index", "uuid"]))}
+        if draw.random() < 0.7:
+            environ["CUDA_DEVICE_ORDER"] = draw.choice(["PCI_BUS_ID", "FASTEST_FIRST"])
+        counted = range(4) if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" else fastest_first
+        visible = visible_to_torch(environ["CUDA_VISIBLE_DEVICES"], counted)
+        machine = dataclasses.replace(
+            machine_of(order, renderer), fastest_first=tuple(machines.uuid(gpu) for gpu in fastest_first)
+        )
+        for device, gpu in (("auto", visible[0]), (f"cuda:{number % len(mask)}", visible[number % len(mask)])):
             decision = resolve(
                 device, render="same", renderer=without_version(renderer), inventory=machine, environ=environ
             )
-            cases.append(case(order, {**environ, **decision.variables}))
-            wanted.append(mask[0 if device == "auto" else int(device[-1])])
-        count += 1
-    assert count == 1536
+            fake = {"FAKE_FASTEST_FIRST": str(build.join_numbers(fastest_first))}
+            cases.append(case(order, {**environ, **decision.variables}, **fake))
+            wanted.append(gpu)
+    assert len(cases) == 2 * 1536
     assert select_gpus(renderer, cases) == wanted
     if renderer in CORRECT_BY_MASK_ALONE:
         alone = [
@@ -175,42 +180,11 @@ def test_rule_matches_renderer_on_unusual_masks(renderer: str, lacks: str, selec
 
 
 @pytest.mark.sample
-@every_renderer
-def test_render_same_selects_compute_gpu_among_eight(
-    renderer: str, select_gpus: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draw = random.Random(8)
-    cases: list[Case] = []
-    wanted: list[int] = []
-    while len(cases) < 1000:
-        order = draw.sample([*range(8), -1], 9)
-        fastest_first = draw.sample(range(8), 8)
-        environ = {"CUDA_VISIBLE_DEVICES": random_mask(draw)}
-        if draw.random() < 0.7:
-            environ["CUDA_DEVICE_ORDER"] = draw.choice(["PCI_BUS_ID", "FASTEST_FIRST"])
-        counted = range(8) if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" else fastest_first
-        visible = visible_to_torch(environ["CUDA_VISIBLE_DEVICES"], counted, monkeypatch)
-        ordinal = draw.randrange(len(visible))
-        machine = dataclasses.replace(
-            machine_of(order, renderer, 8), fastest_first=tuple(machines.uuid(number) for number in fastest_first)
-        )
-        decision = resolve(
-            f"cuda:{ordinal}", render="same", renderer=without_version(renderer), inventory=machine, environ=environ
-        )
-        fake = {"FAKE_GPUS": "8", "FAKE_FASTEST_FIRST": str(build.join_numbers(fastest_first))}
-        cases.append(case(order, {**environ, **decision.variables}, **fake))
-        wanted.append(visible[ordinal])
-    assert select_gpus(renderer, cases) == wanted
-
-
-@pytest.mark.sample
 @pytest.mark.parametrize("by", ["index", "uuid"])
-def test_robosuite_imports_computes_and_renders_right_over_all_masks_and_targets(
-    by: str, select_gpus: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_robosuite_imports_computes_and_renders_right_over_all_masks_and_targets(by: str, select_gpus: Ask) -> None:
     """The mask is changed only where robosuite's import check would reject the index, and never for CUDA."""
     cases, plain, wanted, changed = [], [], [], []
-    shown = {mask: visible_to_torch(mask_text(mask, by), range(4), monkeypatch) for mask in MASKS}
+    shown = {mask: visible_to_torch(mask_text(mask, by), range(4)) for mask in MASKS}
     for order, mask in [*orders_and_masks(), *(((*order, -1), None) for order in ORDERS)]:
         machine = machine_of(order, "robosuite")
         environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask_text(mask, by)}
@@ -219,11 +193,10 @@ def test_robosuite_imports_computes_and_renders_right_over_all_masks_and_targets
                 f"cuda:{ordinal}", render="same", renderer="robosuite", inventory=machine, environ=environ
             )
             after = {**environ, **decision.variables}
-            assert decision.gpu is not None
             assert decision.gpu.index == gpu
             if "CUDA_VISIBLE_DEVICES" in decision.variables:
                 assert mask is not None
-                assert visible_to_torch(str(after["CUDA_VISIBLE_DEVICES"]), range(4), monkeypatch) == shown[mask]
+                assert visible_to_torch(str(after["CUDA_VISIBLE_DEVICES"]), range(4)) == shown[mask]
                 # A second decision does not change the mask again, and nothing is reported about it.
                 assert resolve(
                     f"cuda:{ordinal}", render="same", renderer="robosuite", inventory=machine, environ=after
@@ -244,18 +217,16 @@ def test_robosuite_imports_computes_and_renders_right_over_all_masks_and_targets
 
 @pytest.mark.sample
 @pytest.mark.parametrize("renderer", ["robosuite", "mujoco", "mujoco 4"])
-def test_program_under_rl_ext_run_computes_and_renders_on_its_gpu(
-    renderer: str, select_gpus: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_program_under_rl_ext_run_computes_and_renders_on_its_gpu(renderer: str, select_gpus: Ask) -> None:
     masks = [None, "3,1", "2,0,1,3", mask_text((3, 0), "uuid")]
     cases, wanted = [], []
     for order, mask in itertools.product(ORDERS, masks):
         machine = machine_of((*order, -1), renderer)
         environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
-        for number, gpu in enumerate(visible_to_torch(mask, range(4), monkeypatch) if mask else range(4)):
+        for number, gpu in enumerate(visible_to_torch(mask, range(4)) if mask else range(4)):
             plan = plan_program(("python",), machine, environ, gpu=str(number), renderer=without_version(renderer))
             after = plan.environment(environ)
-            assert visible_to_torch(after["CUDA_VISIBLE_DEVICES"], range(4), monkeypatch) == [gpu]
+            assert visible_to_torch(after["CUDA_VISIBLE_DEVICES"], range(4)) == [gpu]
             cases.append(case((*order, -1), after))
             wanted.append(gpu)
     assert len(cases) == 288
@@ -263,26 +234,13 @@ def test_program_under_rl_ext_run_computes_and_renders_on_its_gpu(
 
 
 def mask_text(mask: Sequence[int], by: str) -> str:
-    """Return a mask of GPUs, by index or by UUID."""
-    return ",".join(str(number) if by == "index" else machines.uuid(number) for number in mask)
+    return ",".join(str(number) if by == "index" else machines.uuid(number)[: 9 + 7 * number] for number in mask)
 
 
-def random_mask(draw: random.Random) -> str:
-    """Create a mask of some of eight GPUs, as indices or as unique prefixes of UUIDs."""
-    chosen = draw.sample(range(8), draw.randint(1, 8))
-    if draw.random() < 0.5:
-        return str(build.join_numbers(chosen))
-    return ",".join(machines.uuid(number)[: draw.randint(9, 40)] for number in chosen)
-
-
-def visible_to_torch(mask: str, counted: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def visible_to_torch(mask: str, counted: Sequence[int]) -> list[int]:
     """Return the GPUs that a mask shows, by torch's own parser; indices count in CUDA's order."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    entries = torch.cuda._parse_visible_devices()
-    if mask.startswith("GPU-"):
-        uuids = [machines.uuid(number) for number in range(8)]
-        return torch.cuda._transform_uuid_to_ordinals([str(entry) for entry in entries], uuids)
-    return [counted[int(entry)] for entry in entries]
+    uuids = tuple(map(machines.uuid, range(8)))
+    return [uuids.index(found) for found in shown_by_torch(mask, uuids, tuple(map(machines.uuid, counted)))]
 
 
 CONTEXT = """

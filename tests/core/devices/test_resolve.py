@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rl_ext_core import devices
-from rl_ext_core.devices import Decision, EglDevice, Inventory, cuda, decide
+from rl_ext_core.devices import Decision, EglDevice, Inventory, check_environment, cuda, decide
 from rl_ext_core.errors import (
     DeviceConflictError,
     DeviceUnavailableError,
@@ -30,6 +30,9 @@ from tests.core.devices.machines import GIB, egl, machine, uuid
 
 MASK, ORDER, INDEX, BACKEND = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "MUJOCO_EGL_DEVICE_ID", "MUJOCO_GL"
 RANK, TASK = "LOCAL_RANK", "SLURM_LOCALID"
+OMPI, HYDRA = "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"
+MPI = (OMPI, "MV2_COMM_WORLD_LOCAL_RANK", HYDRA, "PMI_LOCAL_RANK")
+TORCHRUN = {"GROUP_RANK": "0"}
 SLICE, OTHER_SLICE = "MIG-11111111-0000-4000-8000-000000000000", "MIG-22222222-0000-4000-8000-000000000000"
 
 FOUR = machine(4, order=(2, 3, 0, 1))
@@ -54,6 +57,10 @@ CROWDED = dataclasses.replace(machine(8), egl=_BEFORE + _BEHIND)
 SAPIEN = dataclasses.replace(machine(4, versions={"sapien": "3.0.3"}), egl=(), egl_error="no libEGL")
 FAR = dataclasses.replace(SAPIEN, gpus=tuple(dataclasses.replace(g, pci=f"0001:{g.pci[5:]}") for g in machine(4).gpus))
 PYRENDER = machine(4, order=(2, 3, 0, 1), versions={"pyrender": "0.1.45"})
+# Without renderers, findings are about CUDA only.
+_RENDERERS = ("mujoco", "gymnasium", "dm_control", "robosuite")
+BARE_ONE, BARE_FOUR = (machine(count, without=_RENDERERS) for count in (1, 4))
+BARE_MIG = machine(2, mig={0: [SLICE, OTHER_SLICE]}, without=_RENDERERS)
 
 Decided = tuple[Inventory, dict[str, str], dict[str, Any], str, int | None, Any, str]
 Refused = tuple[Inventory, dict[str, str], dict[str, Any], type[RlExtError], str, str]
@@ -91,6 +98,42 @@ UNAVAILABLE, WRONG, TYPE, MISSING = (
 )
 SAME = {"render": "same"}
 # fmt: off
+# Ranks of launchers, from public bug reports.
+RANKS: list[Decided] = [
+    # Slurm shows a GPU to each task (ignite#3843, ignite#3259).
+    expect_gpu(0, 0, BARE_ONE, {TASK: "3", MASK: "0"},
+        says=f"{TASK}='3', and {MASK}='0' shows this process one GPU of its own"),
+    expect_gpu(3, 0, BARE_FOUR, {TASK: "3", MASK: "3"}, says="one GPU of its own"),
+    expect_gpu(0, 0, BARE_ONE, {TASK: "3", RANK: "3", MASK: "0"}, says=f"{RANK}='3', and {MASK}='0'"),
+    expect_gpu(3, 3, BARE_FOUR, {TASK: "3", MASK: "0,1,2,3"}, says="place on this machine"),
+    # MPI, and nested launchers.
+    *(expect_gpu(2, 2, BARE_FOUR, {name: "2"}, says=f"{name}='2'") for name in MPI),
+    expect_gpu(3, 3, BARE_FOUR, {OMPI: "3", TASK: "0"}, says=f"{OMPI}='3'"),
+    expect_gpu(1, 0, BARE_FOUR, {OMPI: "2", MASK: "1"}, says="one GPU"),  # a script sets the mask of each rank
+    # Ray Train sets the mask of each worker, and so does torchrun --virtual-local-rank.
+    expect_gpu(2, 0, BARE_FOUR, {RANK: "2", MASK: "2", "RAY_JOB_ID": "01"}, says="one GPU"),
+    expect_gpu(3, 2, BARE_FOUR, {RANK: "2", MASK: "1,2,3", "RAY_JOB_ID": "01"}, says="place on this machine"),
+    expect_gpu(2, 0, BARE_FOUR, {RANK: "0", MASK: "2", **TORCHRUN}, says="place on this machine"),
+    # A MIG slice for each process.
+    expect_gpu(0, 0, BARE_MIG, {RANK: "0", MASK: OTHER_SLICE}, says="place on this machine"),
+    expect_gpu(0, 0, BARE_MIG, {TASK: "1", MASK: OTHER_SLICE}, says="one GPU of its own"),
+]
+RANKS_TOO_HIGH: list[Refused] = [
+    expect_error(UNAVAILABLE, "sees 4 GPUs", "srun --ntasks-per-node=4", BARE_FOUR, {TASK: "6", MASK: "0,1,2,3"}),
+    expect_error(UNAVAILABLE, 'device="cuda:0"', "srun --ntasks-per-node=2", BARE_FOUR, {TASK: "2", MASK: "2,3"}),
+    expect_error(UNAVAILABLE, f"{RANK}='3'", "torchrun", BARE_ONE, {TASK: "0", RANK: "3", MASK: "0"}),
+    expect_error(UNAVAILABLE, f"{RANK}='3'", "torchrun", BARE_ONE, {TASK: "3", RANK: "3", MASK: "0", **TORCHRUN}),
+    # pytorch/torchtitan#423
+    expect_error(UNAVAILABLE, f"{RANK}='7' asks for cuda:7", "torchrun --nproc-per-node=4", BARE_FOUR,
+        {RANK: "7", **TORCHRUN}),
+    expect_error(UNAVAILABLE, f"{MASK}='1'", "--nproc-per-node=1", BARE_FOUR, {RANK: "1", MASK: "1", **TORCHRUN}),
+    expect_error(UNAVAILABLE, f"{OMPI}='4'", "mpirun --map-by ppr:4:node", BARE_FOUR, {OMPI: "4"}),
+    expect_error(UNAVAILABLE, f"{HYDRA}='5'", "mpiexec -ppn 4", BARE_FOUR, {HYDRA: "5"}),
+    expect_error(UNAVAILABLE, "sees 1 GPU", "torchrun --nproc-per-node=1", BARE_MIG,
+        {RANK: "1", MASK: f"{SLICE},{OTHER_SLICE}"}),
+]
+# nvidia-smi's index of a GPU that a mask moves, as device and as rendering device.
+MOVED = (("device", 6), ("device", "cuda:6"), ("render", "cuda:6"))
 DECIDED: list[Decided] = [
     expect_gpu(0, 0, FOUR, says="auto: cuda:0, because it is the first of 4 visible"),
     expect_gpu(0, 0, machine(1), says="the only one visible"),
@@ -157,6 +200,9 @@ DECIDED: list[Decided] = [
     expect_gpu(1, 1, PYRENDER, {MASK: "3,1"}, device=1, **SAME, renderer="pyrender",
         renders={"PYOPENGL_PLATFORM": "egl", "EGL_DEVICE_ID": "3"}),
     expect_gpu(0, 0, FOUR, {MASK: "0"}, **SAME, renderer="libero", renders={INDEX: "2"}),
+    expect_gpu(6, 2, machine(8), {MASK: "4,5,6,7"}, device="nvidia-smi:6"),
+    expect_gpu(4, 0, machine(8), {MASK: "4,5,6,7"}, render="nvidia-smi:6", renders=6),
+    *RANKS,
 ]
 REFUSED: list[Refused] = [
     expect_error(UNAVAILABLE, "'cuda:4'", 'device="cuda:3"', FOUR, device="cuda:4"),
@@ -207,6 +253,12 @@ REFUSED: list[Refused] = [
     expect_error(UNAVAILABLE, "sapien 3.0.3 does not render through EGL", "", SAPIEN, render="egl:0",
         renderer="sapien"),
     expect_error(UNAVAILABLE, "MIG slices", "do not render", WITH_MIG, {MASK: "0"}, render="egl:1"),
+    *(expect_error(UNAVAILABLE, f"{name}={asked!r} is not visible: expected cuda:0 to cuda:3",
+        f'Use {name}="nvidia-smi:6" (nvidia-smi:6 -> cuda:2)', machine(8), {MASK: "4,5,6,7"}, **{name: asked})
+      for name, asked in MOVED),
+    *(expect_error(UNAVAILABLE, "", f'Use {name}="cuda:1", or {name}="auto"', machine(8), {MASK: "4,5"},
+        **{name: asked}) for name, asked in MOVED),
+    *RANKS_TOO_HIGH,
 ]
 # fmt: on
 
@@ -238,6 +290,9 @@ def test_resolve_returns_expected_decision(
     assert decision.device == device
     assert (decision.gpu.index if decision.gpu else None) == gpu
     assert says in " ".join((decision.reason, *decision.warnings))
+    if there in (BARE_ONE, BARE_FOUR, BARE_MIG):
+        assert decision.warnings == ()
+        assert not [found for found in check_environment(environ, inventory=there) if found.severity == "error"]
     assert pickle.loads(pickle.dumps(decision)) == decision
     if isinstance(renders, dict):
         assert renders.items() <= decision.variables.items()
@@ -262,6 +317,10 @@ def test_resolve_raises_with_value_and_fix(
     assert says in text
     assert fix in text
     assert len(re.findall(r"[^.\s]\.\s+[A-Z]", text)) <= 1, f"more than two sentences: {text}"
+    if there in (BARE_ONE, BARE_FOUR, BARE_MIG):
+        (found,) = (found for found in check_environment(environ, inventory=there) if found.severity == "error")
+        assert found.variable == next(name for name in (RANK, *MPI, TASK) if name in environ)
+        assert found.fix.split(" train.py")[0] in text
 
 
 def test_resolve_cpu_does_not_read_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,20 +368,19 @@ def test_decision_is_explained_serialized_and_frozen() -> None:
     data = json.loads(json.dumps(dataclasses.asdict(decision)))
     assert (data["device"], data["variables"][INDEX]) == ("cuda:1", "3")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        decision.reason = "other"  # type: ignore[misc]
+        decision.reason = "other"
 
 
 # Pieces of valid values, so that generated values are almost valid.
 _PIECES = ["0", "1", "3", "9", "-", "-1", ",", ";", " ", "'", "GPU-", "GPU-aaaa", uuid(1), "MIG-", SLICE, "cuda:"]
 _PIECES += ["egl:", "nvidia-smi:", "pci:", "2a:00.0", "same", "none", "auto", "cpu", "osmesa", "egl", "²٣", "9" * 5000]
-ANY_TEXT = st.text() | st.lists(st.sampled_from([*_PIECES, "PCI_BUS_ID"]), max_size=5).map("".join)
-LAUNCHERS = ("MPI_LOCALRANKID", "GROUP_RANK", "RAY_JOB_ID")
-ANY_ENVIRON = st.dictionaries(
-    st.sampled_from((MASK, ORDER, BACKEND, INDEX, "PYOPENGL_PLATFORM", RANK, TASK, *LAUNCHERS, "DISPLAY")), ANY_TEXT
-)
+ANY_TEXT = st.text() | st.lists(st.sampled_from([*_PIECES, "PCI_BUS_ID", "/", ".."]), max_size=5).map("".join)
+_KNOWN = (MASK, ORDER, BACKEND, INDEX, "PYOPENGL_PLATFORM", RANK, TASK, HYDRA, "GROUP_RANK", "RAY_JOB_ID", "DISPLAY")
+_KNOWN += ("NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "cuda_visible_devices")
+KNOWN = st.sampled_from(_KNOWN)
 MACHINES = (
     *(FOUR, NONE, DIFFERENT_GPUS, UNKNOWN_ORDER, WITH_MIG, CPU_BUILD, NO_TORCH, MUJOCO_4, NO_NVIDIA_EGL, NO_EGL),
-    *(CROWDED, Inventory()),
+    *(CROWDED, Inventory(), BARE_FOUR, BARE_MIG, dataclasses.replace(FOUR, egl=None)),
 )
 OPTIONS = {
     "pick": st.sampled_from(["rank", "free-memory"]),
@@ -336,18 +394,25 @@ OPTIONS = {
 @settings(max_examples=700)
 @given(
     st.sampled_from(MACHINES),
-    ANY_ENVIRON,
+    st.dictionaries(KNOWN, ANY_TEXT) | st.dictionaries(st.text() | KNOWN, ANY_TEXT),
     ANY_TEXT | st.integers(),
     ANY_TEXT | st.integers(),
     st.sampled_from(["mujoco", "robosuite", "gymnasium", "dm_control"]) | ANY_TEXT,
     st.fixed_dictionaries({}, optional=OPTIONS),
 )
-def test_any_arguments_give_a_decision_or_an_rl_ext_error(
+@example(UNKNOWN_ORDER, {MASK: "MIG-"}, "auto", "none", "mujoco", {})
+def test_any_arguments_give_a_decision_or_an_rl_ext_error_and_findings(
     there: Inventory, environ: dict[str, str], device: Any, render: Any, renderer: str, options: dict[str, Any]
 ) -> None:
+    before = dict(environ)
+    for finding in check_environment(environ, inventory=there):
+        assert finding.effect
+        assert finding.fix
+        assert finding.severity in ("error", "warning")
     with contextlib.suppress(RlExtError):
         decision = devices.resolve(
             device, render=render, renderer=renderer, inventory=there, environ=environ, **options
         )
         assert re.fullmatch(r"cpu|cuda:\d+", decision.device)
         assert (decision.gpu is None) == (decision.device == "cpu")
+    assert environ == before

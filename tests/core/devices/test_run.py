@@ -66,6 +66,8 @@ def test_plan_without_a_renderer_or_with_a_mig_slice() -> None:
     assert plan_program(PYTHON, NO_RENDERER, {}, gpu="1").variables == {MASK: "1"}
     assert plan_program(PYTHON, CUT, {}, gpu="0", render="none").variables == {MASK: SLICE}
     assert plan_program(PYTHON, machine(0), {}).variables[INDEX] == "0"  # Mesa
+    with pytest.raises(InvalidArgumentError, match="has none"):
+        plan_program(PYTHON, NO_RENDERER, {}, render="same")
 
 
 @pytest.mark.parametrize(
@@ -85,11 +87,6 @@ def test_plan_refuses_contradictions(
     with pytest.raises(error) as caught:
         plan_program(command, FOUR, environ, **options)
     assert says in str(caught.value)
-
-
-def test_plan_that_renders_needs_a_renderer() -> None:
-    with pytest.raises(InvalidArgumentError, match="has none"):
-        plan_program(PYTHON, NO_RENDERER, {}, render="same")
 
 
 SHOW = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k[:5] in ('CUDA_', 'MUJOC')}))"

@@ -19,8 +19,7 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames import StackLayout
 from rl_ext_core.frames.gpu_decode import GpuDecoder
 from rl_ext_core.frames.store import FrameStore, Observation
-from tests.core.frames.disk_helpers import append_all
-from tests.core.frames.transitions import CONTENTS, LAYOUTS, make_transitions
+from tests.core.frames.transitions import CONTENTS, LAYOUTS, append_all, make_store, make_transitions
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton: pip install triton, or scripts/make_jax_venv.sh", allow_module_level=True)
@@ -28,12 +27,6 @@ if importlib.util.find_spec("triton") is None:
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernel is imported
-
-
-def make_store(capacity: int, n_envs: int, layout: StackLayout, **options: Any) -> FrameStore:
-    """Create a store of observations with a layout."""
-    options = {"n_stack": layout.n_stack, "axis": layout.axis, **options}
-    return FrameStore(capacity, n_envs, Observation(layout.shape, layout.dtype, **options))
 
 
 def check_equal(store: Any, decoder: GpuDecoder, rows: Any, envs: Any) -> None:

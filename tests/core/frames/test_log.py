@@ -11,7 +11,6 @@ import random
 import shutil
 import signal
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,86 +26,38 @@ from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.kernel_primitives import FACTOR, SUM_START
 from rl_ext_core.frames.log_state import SEGMENT_HEADER, SIZE_BITS
 from rl_ext_core.frames.store import FrameStore, Observation
-from tests.core.frames.disk_helpers import transition
-from tests.core.frames.transitions import LAYOUTS, ReferenceStore, make_transitions
-from tests.core.frames.write_samples import (
+from tests.core.frames.numbered import (
     CAPACITY,
     N_ENVS,
     N_ROWS,
     OBSERVATIONS,
+    ROW,
     SAMPLES,
-    compute_stacks,
+    add,
+    check,
+    compute_observations,
     open_store,
 )
+from tests.core.frames.transitions import LAYOUTS, ReferenceStore, append_all, make_transitions
+from tests.forks import result_in_fork
 
-GRAY, RGB = LAYOUTS[0], LAYOUTS[2]
-ROW = np.dtype([("number", np.int64), ("reward", np.float32, (2,))])
-SMALL = Observation((3, 9, 8), np.uint8, n_stack=3)  # of ``transition``
+GRAY = LAYOUTS[0]
 
 
 def observation(layout: StackLayout, **options: Any) -> Observation:
-    """Return the observations of a layout."""
     return Observation(layout.shape, layout.dtype, n_stack=layout.n_stack, axis=layout.axis, **options)
 
 
-def row_data(number: int) -> np.ndarray:
-    """Return the data of a row, computed from the number of its transition."""
-    return np.array([(number, (number, -number))], ROW)
-
-
-def add(store: FrameStore, number: int) -> None:
-    """Add a transition computed from its number."""
-    store.append(*transition(number), row_data(number))
-
-
-def check_numbered(store: FrameStore) -> int:
-    """Check that the store contains successive transitions, and return the number of the newest one."""
-    rows = (store.first + np.arange(store.size)) % store.capacity
-    numbers = store.rows["number"][rows]
-    newest = int(numbers[-1]) if len(rows) else -1
-    np.testing.assert_array_equal(numbers, newest - len(rows) + 1 + np.arange(len(rows)))
-    np.testing.assert_array_equal(store.rows["reward"][rows], np.stack([numbers, -numbers], 1))
-    out = np.empty((2, 2 * len(rows), *SMALL.shape), np.uint8)
-    store.get(np.repeat(rows, 2), np.tile(np.arange(2), len(rows)), out[0], out[1])
-    for i, number in enumerate(numbers.tolist()):
-        for side, expected in enumerate(transition(number)):
-            np.testing.assert_array_equal(out[side, 2 * i : 2 * i + 2], expected)
-    return newest
-
-
-def open_numbered(folder: Path, capacity: int = 100) -> FrameStore:
-    """Open a store of transitions computed from their number in a folder."""
-    return FrameStore(capacity, 2, SMALL, row_dtype=ROW, storage_dir=folder, resume=True)
-
-
-def test_dict_observations_are_stored_in_one_record(tmp_path: Path) -> None:
-    layouts = {"camera": GRAY, "state": LAYOUTS[8], "wrist": LAYOUTS[5]}
-    parts = {key: observation(layout) for key, layout in layouts.items()}
-    for folder in (None, tmp_path / "a"):
-        store: Any = FrameStore(50, 2, parts, storage_dir=folder)
-        plain = {key: ReferenceStore(50, 2, layout) for key, layout in layouts.items()}
-        streams = [make_transitions(layout, n_steps=130, contents="mixed", odd=0.1) for layout in layouts.values()]
-        for steps in zip(*streams, strict=True):
-            obs, next_obs = ({key: step[i] for key, step in zip(layouts, steps, strict=True)} for i in (0, 1))
-            store.append(obs, next_obs)
-            for key, step in zip(layouts, steps, strict=True):
-                plain[key].append(*step)
-        if folder is not None:
-            store.close()
-            store = FrameStore(50, 2, parts, storage_dir=folder, resume=True)
-        else:
-            store = pickle.loads(pickle.dumps(store))
-        rows, envs = np.repeat(np.arange(50), 2), np.tile(np.arange(2), 50)
-        outs = [{key: np.empty((100, *part.shape), part.dtype) for key, part in parts.items()} for _ in range(2)]
-        store.get(rows, envs, *outs, num_threads=2)
-        for key, reference in plain.items():
-            for out, expected in zip(outs, (reference.observations, reference.next_observations), strict=True):
-                assert out[key].tobytes() == expected.tobytes()
-        with pytest.raises(InvalidArgumentError, match="expected a dict with the keys"):
-            store.append({"camera": obs["camera"]}, next_obs)
-        with pytest.raises(InvalidArgumentError, match="key 'state': obs has shape"):
-            store.append({**obs, "state": obs["state"][:1]}, next_obs)
-        store.close()
+def test_dict_observations_are_pickled_and_others_refused() -> None:
+    store = open_store(None, 50)
+    add(store, *range(130))
+    store = pickle.loads(pickle.dumps(store))
+    obs = compute_observations(130)
+    with pytest.raises(InvalidArgumentError, match="expected a dict with the keys"):
+        store.append({"exact": obs["exact"]}, obs)
+    with pytest.raises(InvalidArgumentError, match="key 'numbers': obs has shape"):
+        store.append({**obs, "numbers": obs["numbers"][:1]}, obs)
+    assert check(store) == 129
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -140,9 +91,7 @@ def test_jpeg_frames_are_decoded_as_simplejpeg_decodes_them(last: bool) -> None:
 
 def test_handles_of_equal_observations_are_equal() -> None:
     store, plain = FrameStore(60, 2, observation(GRAY)), ReferenceStore(60, 2, GRAY)
-    for step in make_transitions(GRAY, n_steps=100):
-        store.append(*step)
-        plain.append(*step)
+    append_all((store, plain), make_transitions(GRAY, n_steps=100))
     rows, envs = np.repeat(np.arange(60), 2), np.tile(np.arange(2), 60)
     handles, next_handles = store.handles(rows, envs)
     for found, expected in ((handles, plain.observations), (next_handles, plain.next_observations)):
@@ -179,44 +128,35 @@ def test_large_frames_store_changes_of_any_size_and_distance() -> None:
 
 
 def test_open_and_closed_folders_are_refused(tmp_path: Path) -> None:
-    store = open_numbered(tmp_path / "a")
+    store = open_store(tmp_path / "a")
     add(store, 0)
     with pytest.raises(StorageError, match="is in use by this process"):
-        open_numbered(tmp_path / "a")
+        open_store(tmp_path / "a")
     store.close()
     with pytest.raises(StorageError, match="was closed"):
         add(store, 0)
     with pytest.raises(InvalidArgumentError, match="rows of an earlier buffer, expected an empty"):
-        FrameStore(100, 2, SMALL, row_dtype=ROW, storage_dir=tmp_path / "a")
-    with pytest.raises(InvalidArgumentError, match="was created with capacity=100, not with capacity=99"):
-        open_numbered(tmp_path / "a", 99)
+        FrameStore(CAPACITY, N_ENVS, OBSERVATIONS, row_dtype=ROW, storage_dir=tmp_path / "a")
+    with pytest.raises(InvalidArgumentError, match="was created with capacity=12, not with capacity=99"):
+        open_store(tmp_path / "a", 99)
     with pytest.raises(InvalidArgumentError, match=r"was created with observations=.*Pass the same options"):
-        FrameStore(100, 2, {"image": SMALL}, row_dtype=ROW, storage_dir=tmp_path / "a", resume=True)
+        open_store(tmp_path / "a", observations={"exact": OBSERVATIONS["exact"]})
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_fork_does_not_write_to_the_folder(tmp_path: Path) -> None:
-    store = open_numbered(tmp_path / "a")
+    store = open_store(tmp_path / "a")
     add(store, 0)
-
-    def child() -> None:
-        try:
-            add(store, 1)
-        except StorageError as error:
-            os._exit(0 if "is a fork of it" in str(error) else 1)
-        os._exit(2)
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    text = result_in_fork(lambda: add(store, 1))
+    assert text.startswith("StorageError: ")
+    assert "is a fork of it" in text
     add(store, 1)
-    assert check_numbered(store) == 1
+    assert check(store) == 1
     store.close()
 
 
 def _add_forever(folder: Path, first: int, done: Any) -> None:
-    """Add transitions until the process is killed."""
-    store = open_numbered(folder, 150)
+    store = open_store(folder, 150)
     for number in range(first, 1_000_000):
         add(store, number)
         done.value = number
@@ -238,8 +178,8 @@ def test_kills_lose_at_most_the_running_push(n: int, tmp_path: Path) -> None:
         time.sleep(rng.random() * 0.003)
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join()
-        store = open_numbered(folder, 150)
-        newest = check_numbered(store)
+        store = open_store(folder, 150)
+        newest = check(store)
         assert done.value <= newest <= done.value + 1
         assert store.size == min(newest + 1, 150)
         store.close()
@@ -249,10 +189,9 @@ def test_kills_lose_at_most_the_running_push(n: int, tmp_path: Path) -> None:
 @given(data=st.data())
 def test_damaged_folders_are_refused_or_intact(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("damage") / "a"
-    store = open_numbered(folder)
+    store = open_store(folder, 100)
     n = data.draw(st.sampled_from([30, 250]))
-    for number in range(n):
-        add(store, number)
+    add(store, *range(n))
     if data.draw(st.booleans()):
         store.close()
     else:  # as after a kill
@@ -275,25 +214,23 @@ def test_damaged_folders_are_refused_or_intact(data: st.DataObject, tmp_path_fac
             old = file.read(1 if kind == "flip" else 40)
             file.seek(at)
             file.write(bytes([old[0] ^ 1 << data.draw(st.integers(0, 7))]) if kind == "flip" else os.urandom(len(old)))
+    refusal = ""
     try:
-        store = open_numbered(folder)
+        store = open_store(folder, 100)
     except (CorruptFileError, InvalidArgumentError) as error:
-        text = str(error)
-    else:
-        text = ""
-    if text:
-        assert str(folder) in text
+        refusal = str(error)
+    if refusal:
+        assert str(folder) in refusal
         return
-    assert check_numbered(store) < n
-    for number in range(n, n + 40):  # it can be continued, from whatever it contains
-        store.append(*transition(number), row_data(number))
+    assert check(store) < n
+    add(store, *range(n, n + 40))  # it can be continued, from whatever it contains
     store.close()
 
 
 def test_full_disk_leaves_the_store_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_ext_core import _system
 
-    store, number, failures = open_numbered(tmp_path / "a", 400), 0, 0
+    store, number, failures = open_store(tmp_path / "a", 400), 0, 0
     allocate: Callable[..., None] = _system.allocate_file_space
 
     def fail(*_: Any) -> None:
@@ -305,31 +242,22 @@ def test_full_disk_leaves_the_store_unchanged(tmp_path: Path, monkeypatch: pytes
             add(store, number)
         except StorageError:
             failures += 1
-            assert check_numbered(store) == number - 1
+            assert check(store) == number - 1
             with pytest.raises(StorageError, match="No space left"):
                 add(store, number)
             monkeypatch.setattr(_system, "allocate_file_space", allocate)
             add(store, number)
     assert failures > 2
-    assert check_numbered(store) == number
+    assert check(store) == number
     store.close()
 
 
 @pytest.mark.parametrize("sample", sorted(SAMPLES.iterdir()), ids=lambda path: path.name)
 def test_samples_of_all_formats_are_read(sample: Path, tmp_path: Path) -> None:
     shutil.copytree(sample, tmp_path / "a")
-    store: Any = open_store(tmp_path / "a", resume=True)
+    store: Any = open_store(tmp_path / "a")
     assert (store.size, store.position, store.full) == (CAPACITY, N_ROWS % CAPACITY, True)
-    envs = np.arange(N_ENVS)
-    for number in range(N_ROWS - CAPACITY, N_ROWS):
-        row = number % CAPACITY
-        assert tuple(store.rows[row]) == (number, number / 2)
-        outs = [{key: np.empty((2, *part.shape), part.dtype) for key, part in OBSERVATIONS.items()} for _ in range(2)]
-        store.get(np.full(N_ENVS, row), envs, *outs)
-        for out, expected in zip(outs, compute_stacks(number), strict=True):
-            assert out["exact"].tobytes() == expected["exact"].tobytes()
-            assert out["numbers"].tobytes() == expected["numbers"].tobytes()
-            assert abs(out["bounded"].astype(int) - expected["bounded"]).max() <= 4
+    assert check(store) == N_ROWS - 1
     store.close()
 
 
@@ -373,23 +301,8 @@ def use_store(store: FrameStore) -> None:
         for array in (array for out in outs for array in out.values()):
             array.view(np.uint8)[:] = 77
         assert all((around == 77).all() for around in memory)
-        store.append(*compute_stacks(number), np.zeros(1, store.row_dtype))
+        add(store, number)
     store.close()
-
-
-def run_forked(function: Callable[[], None]) -> None:
-    """Call a function in a forked process, which must not crash."""
-    child = os.fork()
-    if child == 0:
-        try:
-            function()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert status == 0, signal.Signals(status & 127).name if status & 127 else "see stderr"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -418,12 +331,12 @@ def test_altered_stores_with_right_checksums_do_not_crash(where: str, tmp_path: 
                 seal(words, start)
         words.flush()
         with contextlib.suppress(CorruptFileError, InvalidArgumentError):
-            use_store(open_store(tmp_path / "a", resume=True))
+            use_store(open_store(tmp_path / "a"))
 
     def use_pickle(changed: list[Any]) -> None:
         shutil.rmtree(tmp_path / "a", ignore_errors=True)
         shutil.copytree(sample, tmp_path / "a")
-        state = pickle.loads(pickle.dumps(open_store(tmp_path / "a", resume=True))).__getstate__()
+        state = pickle.loads(pickle.dumps(open_store(tmp_path / "a"))).__getstate__()
         log = state["log"]
         log["pairs"], log["segments"] = log["pairs"].copy(), {k: v.copy() for k, v in log["segments"].items()}
         parts = [log["pairs"].reshape(-1).view(np.uint32), *log["segments"].values()]
@@ -441,6 +354,6 @@ def test_altered_stores_with_right_checksums_do_not_crash(where: str, tmp_path: 
     @settings(max_examples=1000 if "CI" in os.environ else 20, deadline=None)
     @given(changed=st.lists(changes, min_size=1, max_size=3))
     def check(changed: list[Any]) -> None:
-        run_forked(lambda: use(changed))
+        assert result_in_fork(lambda: use(changed)) == "None"
 
     check()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -21,21 +21,19 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames import FrameStore, Observation, StackLayout, log
 from rl_ext_core.frames.codecs import JpegCodec
 from rl_ext_core.frames.layout import find_layout
-from tests.core.frames.disk_helpers import adaptive_store, append_all, make_store
 from tests.core.frames.transitions import (
     CONTENTS,
     LAYOUTS,
     ReferenceStore,
+    append_all,
     check_contents,
     check_rows,
+    make_store,
     make_transitions,
 )
 from tests.interrupts import interrupt_everywhere
 
-GRAY, RGB = LAYOUTS[0], LAYOUTS[2]
-CODECS = ["raw", "patch"]
-
-
+GRAY = LAYOUTS[0]
 # Few dtypes, to save compilation time.
 DTYPES = [np.uint8, np.uint16, np.float32, np.complex128]
 
@@ -76,7 +74,7 @@ class SameAsArrays(RuleBasedStateMachine):
         data=st.data(),
         kind=st.sampled_from(["any layout", "any layout", "budget", "noise"]),
         capacity=st.integers(1, 40),
-        codec=st.sampled_from(CODECS),
+        codec=st.sampled_from(["raw", "patch"]),
         max_error=st.sampled_from([0, 0, 0, 1, 3, 7, 40, 127]),
         is_adaptive=st.booleans(),
         in_folder=st.booleans(),
@@ -91,7 +89,6 @@ class SameAsArrays(RuleBasedStateMachine):
         is_adaptive: bool,
         in_folder: bool,
     ) -> None:
-        """Create the store and the arrays, both empty."""
         self.temporary = Path(tempfile.mkdtemp())
         self.folder = self.temporary / "a" if in_folder else None
         self.layout = {"budget": GRAY, "noise": NOISE}.get(kind) or data.draw(layouts())
@@ -107,12 +104,9 @@ class SameAsArrays(RuleBasedStateMachine):
         self.store = self._open(self.folder)
 
     def _open(self, folder: Path | None) -> Any:
-        """Open a store in a folder, or in memory."""
         sizes = np.int64(self.plain.capacity), np.int64(self.n_envs)
         options = {**self.options, "storage_dir": folder, "resume": folder is not None}
-        if self.is_adaptive:
-            return adaptive_store(*sizes, self.layout.shape, self.layout.dtype, **options)
-        return make_store(*sizes, self.layout, **options)
+        return make_store(*sizes, self.layout, is_adaptive=self.is_adaptive, **options)
 
     @rule(options=episodes())
     def append_more(self, options: dict[str, Any]) -> None:
@@ -121,7 +115,6 @@ class SameAsArrays(RuleBasedStateMachine):
 
     @rule(options=episodes())
     def append(self, options: dict[str, Any]) -> None:
-        """Add the same transitions and rows to both."""
         if self.plain.capacity > 40:  # a few rows of noise fill a segment
             options = {**options, "n_steps": 4 * options["n_steps"], "contents": "noise"}
         for step in make_transitions(self.layout, n_envs=self.n_envs, **options):
@@ -135,7 +128,6 @@ class SameAsArrays(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1))
     def drop_newest(self, share: float) -> None:
-        """Drop the newest transitions."""
         count = np.int32(share * self.store.size)
         self.store.drop_newest(count)
         self.plain.position = int(self.plain.position - count) % self.plain.capacity
@@ -143,7 +135,6 @@ class SameAsArrays(RuleBasedStateMachine):
 
     @rule()
     def replace_newest_data(self) -> None:
-        """Change the data of the newest row."""
         if self.store.size:
             newest = (self.store.position - 1) % self.store.capacity
             self.store.rows[newest] = self.rows[newest] = (-1, (7, 8))
@@ -151,15 +142,16 @@ class SameAsArrays(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        """Delete all transitions."""
         self.store.clear()
         self.plain.clear()
 
     @rule()
     def open_again(self) -> None:
-        """Close the store and open its folder again; or replace it by an unpickled copy."""
+        """Close the store and open its folder again; or replace it by a copy, unpickled from read-only buffers."""
         if self.folder is None:
-            self.store = pickle.loads(pickle.dumps(self.store))
+            buffers: list[pickle.PickleBuffer] = []
+            data = pickle.dumps(self.store, protocol=5, buffer_callback=buffers.append)
+            self.store = pickle.loads(data, buffers=[bytes(buffer) for buffer in buffers])
             return
         size = self.store.size
         self.store.close()
@@ -190,12 +182,10 @@ class SameAsArrays(RuleBasedStateMachine):
 
     @invariant()
     def both_are_equal(self) -> None:
-        """Compare the store with the arrays after each call."""
         if self.store is not None:
             self._compare(self.store)
 
     def teardown(self) -> None:
-        """Close the store, and delete the temporary folder."""
         if self.store is not None:
             self.store.close()
             shutil.rmtree(self.temporary)
@@ -217,23 +207,6 @@ def test_memory_does_not_grow_while_a_ring_is_filled_again() -> None:
     assert sizes[-1] <= 1.5 * max(sizes[:800])
 
 
-@settings(max_examples=60 if "CI" in os.environ else 20)
-@given(layout=layouts(), steps=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60))
-def test_recurring_frames_are_not_confused(layout: StackLayout, steps: list[tuple[int, bool]]) -> None:
-    """The images repeat, so that stacks often continue each other by chance."""
-    rng = np.random.default_rng(0)
-    images = rng.integers(256, size=(6, *layout.shape)).astype(layout.dtype)
-    images[0], images[1] = 0, images[2]
-    images[3] = np.roll(images[2], -layout.frame_channels, axis=layout.axis)
-    plain, store = ReferenceStore(16, 1, layout), make_store(16, 1, layout, codec="patch")
-    before = images[:1]
-    for image, together in steps:
-        after = images[image][None]
-        append_all((plain, store), [(before, after)])
-        before = after if together else images[(image + 1) % 6][None]
-    check_contents(store, plain)
-
-
 def test_interrupted_first_append_of_channel_last_stacks_can_be_repeated() -> None:
     stacks = np.random.default_rng(0).integers(0, 256, (4, 1, 5, 6, 3), np.uint8)
     store = FrameStore(1, 1, Observation((5, 6, 3), np.uint8))
@@ -251,10 +224,9 @@ def test_interrupted_first_append_of_channel_last_stacks_can_be_repeated() -> No
         np.testing.assert_array_equal(found, [stacks[:3, 0], stacks[1:, 0]], place)
 
 
-@pytest.mark.parametrize("make", [make_store, adaptive_store])
-def test_invalid_observations_are_rejected_without_changes(make: Any) -> None:
-    layout = [GRAY] if make is make_store else [GRAY.shape, GRAY.dtype]
-    plain, store = ReferenceStore(20, 2, GRAY), make(20, 2, *layout)
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_invalid_observations_are_rejected_without_changes(is_adaptive: bool) -> None:
+    plain, store = ReferenceStore(20, 2, GRAY), make_store(20, 2, GRAY, is_adaptive=is_adaptive)
     append_all((plain, store), make_transitions(GRAY, n_steps=10))
     good = np.zeros((2, *GRAY.shape), dtype=np.uint8)
     for bad, error, text in (
@@ -271,14 +243,24 @@ def test_invalid_observations_are_rejected_without_changes(make: Any) -> None:
     check_contents(store, plain)
 
 
-def test_invalid_sizes_are_rejected() -> None:
+def test_invalid_sizes_and_stacks_are_rejected() -> None:
+    observation = Observation((12, 8, 20), np.uint8)
     for options, text in (
         ({"capacity": 0}, "capacity=0"),
         ({"n_envs": 0}, "n_envs=0"),
         ({"max_bytes": 1000}, "max_bytes=1,000 is too little for 100 x 2 transitions.* Pass a smaller"),
+        *(
+            (
+                {"observation": observation._replace(n_stack=n)},
+                rf"n_stack={n}.*12 channels.*\[1, 2, 3, 4, 6, 12\].*n_stack=None",
+            )
+            for n in (0, -1, 7, 256)
+        ),
     ):
-        with pytest.raises(InvalidArgumentError, match=text):
-            make_store(**{"capacity": 100, "n_envs": 2, "layout": GRAY, **options})
+        with pytest.raises(InvalidArgumentError, match=f"(?s){text}"):
+            FrameStore(**{"capacity": 100, "n_envs": 2, "observation": observation, **options})
+    for n_stack, axis in ((4, 0), (5, 2)):
+        assert FrameStore(10, 1, observation._replace(n_stack=n_stack)).layout.axis == axis
 
 
 def test_invalid_rows_envs_and_counts_are_rejected() -> None:
@@ -334,28 +316,6 @@ def test_strided_indices_compile_no_more_kernels() -> None:
         store.get(rows[None], envs[None], out[:1])
 
 
-def test_store_loaded_from_read_only_buffers_accepts_transitions() -> None:
-    plain, store = ReferenceStore(30, 2, GRAY), make_store(30, 2, GRAY)
-    append_all((plain, store), make_transitions(GRAY, n_steps=20))
-    buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(store, protocol=5, buffer_callback=buffers.append)
-    loaded = pickle.loads(data, buffers=[bytes(buffer) for buffer in buffers])
-    append_all((plain, loaded), make_transitions(GRAY, n_steps=50, contents="noise"))
-    check_contents(loaded, plain)
-
-
-# Detection of frame stacks.
-
-
-def test_n_stack_must_divide_the_channels_and_selects_the_axis() -> None:
-    for n_stack in (0, -1, 7, 256):
-        text = rf"n_stack={n_stack}.*12 channels.*\[1, 2, 3, 4, 6, 12\].*n_stack=None"
-        with pytest.raises(InvalidArgumentError, match=f"(?s){text}"):
-            adaptive_store(10, 1, (12, 8, 20), np.uint8, n_stack=n_stack)
-    for n_stack, axis in ((4, 0), (5, 2)):
-        assert adaptive_store(10, 1, (12, 8, 20), np.uint8, n_stack=n_stack).layout.axis == axis
-
-
 def test_find_layout_detects_stacks() -> None:
     layouts = [layout for layout in LAYOUTS if layout.n_stack > 1]
     for layout, contents, episode in itertools.product(layouts, ["noise", "mixed"], (0, 3)):
@@ -364,41 +324,28 @@ def test_find_layout_detects_stacks() -> None:
         assert find_layout(layout.shape, layout.dtype, before, after) == layout
 
 
-# Memory errors and failing codecs during ``append``.
-
-
-class FailingFunction:
-    """Function that fails at its n-th call after ``left`` was set to n."""
-
-    def __init__(self, function: Callable[..., Any], error: BaseException) -> None:
-        self._function, self._error = function, error
-        self.left = 0
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if self.left:
-            self.left -= 1
-            if not self.left:
-                raise self._error
-        return self._function(*args, **options)
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_failing_codec_leaves_the_store_unchanged(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
     pytest.importorskip("simplejpeg")
-    layout = StackLayout((2, 16, 16), np.dtype(np.uint8), 2, 0)
-    failure = FailingFunction(lambda _, frame: bytes(frame), error())  # images as long as frames are not used
-    monkeypatch.setattr(JpegCodec, "encode", lambda *arguments: failure(*arguments))
+    layout, left, failures = StackLayout((2, 16, 16), np.dtype(np.uint8), 2, 0), 0, 0
+
+    def encode(codec: JpegCodec, frame: Any) -> bytes:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise error
+        return bytes(frame)  # images as long as frames are not used
+
+    monkeypatch.setattr(JpegCodec, "encode", encode)
     store, plain = make_store(25, 3, layout, codec="jpeg"), ReferenceStore(25, 3, layout)
-    failures = 0
     for step in make_transitions(layout, n_envs=3, n_steps=70, contents="mixed", odd=0.1):
-        for failure.left in range(1, 100):
+        for number in range(1, 100):
+            left = number
             try:
                 store.append(*step)
                 break
             except error:
                 failures += 1
-                failure.left = 0
                 check_contents(store, plain)
-        failure.left = 0
         plain.append(*step)
     assert failures > 50

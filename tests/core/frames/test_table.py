@@ -1,4 +1,4 @@
-"""A table of stacks, written in any order, compared with arrays."""
+"""A lossy table of stacks, written in any order. The state machine of FrameStorage tests lossless ones."""
 
 from __future__ import annotations
 
@@ -24,20 +24,13 @@ def make_video(n: int, seed: int) -> tuple[Any, Any]:
     return stacks[:-1].copy(), stacks[1:].copy()
 
 
-def put(table: FrameTable, rows: Any, stacks: Any, nexts: Any) -> None:
-    """Write rows and keep them."""
-    table.put(rows, stacks, nexts)
-    table.commit()
-
-
 def read(table: FrameTable, rows: Any) -> Any:
-    """Return the observations and next observations of rows."""
     outs = np.empty((2, len(rows), *SHAPE), np.uint8)
     table.get(rows, *outs)
     return outs
 
 
-@pytest.mark.parametrize("options", [{}, {"codec": "raw"}, {"max_error": 3}, {"codec": "jpeg"}], ids=str)
+@pytest.mark.parametrize("options", [{"max_error": 3}, {"codec": "jpeg"}], ids=str)
 @pytest.mark.parametrize("in_folder", [False, True])
 def test_rows_in_any_order_stay_as_they_were_first_read(options: Any, in_folder: bool, tmp_path: Any) -> None:
     if options.get("codec") == "jpeg":
@@ -49,7 +42,6 @@ def test_rows_in_any_order_stay_as_they_were_first_read(options: Any, in_folder:
         max_bytes=None if in_folder else 400_000,  # short segments
     )
     random, expected = np.random.default_rng(0), np.zeros((2, N_ROWS, *SHAPE), np.uint8)
-    lossless = not table.is_lossy
     for seed in range(40):
         stacks, nexts = make_video(60, seed)
         if seed % 9 == 5:  # a failed write leaves everything as it was
@@ -57,8 +49,9 @@ def test_rows_in_any_order_stay_as_they_were_first_read(options: Any, in_folder:
             table.roll_back()
             continue
         rows = random.permutation(N_ROWS)[:60] if seed > 8 else np.arange(seed * 60, seed * 60 + 60) % N_ROWS
-        put(table, rows, stacks, nexts)
-        expected[:, rows] = (stacks, nexts) if lossless else read(table, rows)
+        table.put(rows, stacks, nexts)
+        table.commit()
+        expected[:, rows] = read(table, rows)
         # Copies of rows to other segments do not add errors.
         np.testing.assert_array_equal(read(table, np.arange(N_ROWS)), expected)
     table.copy(np.array([7, 9]), np.array([8, 7]))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.frames.layout import StackLayout
+from rl_ext_core.frames import FrameStore, Observation, StackLayout
 
 _SPECIAL = (np.nan, -np.nan, -0.0, 0.0, np.inf, -np.inf)
 _CHANGES = 3  # bytes that change from one sparse frame to the next
@@ -44,7 +44,6 @@ class ReferenceStore:
         self.clear()
 
     def clear(self) -> None:
-        """Delete all transitions."""
         self.position, self.size = 0, 0
         self.observations[:], self.next_observations[:] = 0, 0
 
@@ -54,6 +53,29 @@ class ReferenceStore:
         self.next_observations[self.position] = next_observations
         self.position = (self.position + 1) % self.capacity
         self.size = min(self.size + 1, self.capacity)
+
+
+def make_store(
+    capacity: int,
+    n_envs: int,
+    layout: StackLayout,
+    *,
+    is_adaptive: bool = False,
+    codec: str = "patch",
+    max_error: int = 0,
+    **options: Any,
+) -> FrameStore:
+    """Create a store of one kind of observations, which detects the layout if it is adaptive."""
+    known = {} if is_adaptive else {"n_stack": layout.n_stack, "axis": layout.axis}
+    observation = Observation(layout.shape, layout.dtype, codec, max_error=max_error, **known)
+    return FrameStore(capacity, n_envs, observation, **options)
+
+
+def append_all(stores: Iterable[Any], transitions: Iterable[Any]) -> None:
+    stores = list(stores)
+    for pair in transitions:
+        for store in stores:
+            store.append(*pair)
 
 
 def make_transitions(
@@ -153,13 +175,13 @@ class _Stacker:
         return frame
 
 
-def check_contents(store: Any, reference: ReferenceStore, case: str = "the store") -> None:
-    """Check that a store equals a reference store bit for bit, rows that were never written included."""
-    assert store.size == reference.size, case
-    check_rows(store, reference.observations, reference.next_observations, case=case)
+def check_contents(store: Any, reference: ReferenceStore, max_error: int = 0) -> None:
+    """Check that a store equals a reference store within an error, rows that were never written included."""
+    assert store.size == reference.size
+    check_rows(store, reference.observations, reference.next_observations, max_error=max_error)
 
 
-def check_rows(store: Any, *arrays: npt.NDArray[np.generic], case: str = "the store", max_error: int = 0) -> None:
+def check_rows(store: Any, *arrays: npt.NDArray[np.generic], max_error: int = 0) -> None:
     """Check that all rows of a store equal arrays bit for bit, and that nothing is written around the outputs.
 
     :param arrays: Observations and next observations, shape ``(capacity, n_envs, *shape)``.
@@ -176,7 +198,7 @@ def check_rows(store: Any, *arrays: npt.NDArray[np.generic], case: str = "the st
         for out, right in zip(outs, expected, strict=True):
             left = out.reshape(len(out), -1).view(np.uint8)
             if max_error:
-                assert (np.maximum(left[1:-1], right) - np.minimum(left[1:-1], right)).max() <= max_error, case
+                assert (np.maximum(left[1:-1], right) - np.minimum(left[1:-1], right)).max() <= max_error
             else:
-                np.testing.assert_array_equal(left[1:-1], right, err_msg=f"{case}, num_threads={num_threads}")
-            assert (left[[0, -1]] == fill).all(), case
+                np.testing.assert_array_equal(left[1:-1], right, err_msg=f"num_threads={num_threads}")
+            assert (left[[0, -1]] == fill).all()

@@ -19,5 +19,4 @@ def servers_without_libraries() -> Iterator[None]:
 
 @pytest.fixture(params=METHODS)
 def method(request: pytest.FixtureRequest) -> str:
-    """Start method of worker processes."""
     return str(request.param)

@@ -103,7 +103,6 @@ def test_start_without_free_descriptors_has_no_side_effects(method: str) -> None
         workers.ask(0, "pid")
 
         def start() -> BaseProcess:
-            """Start a process and return it."""
             process = get_context(method).Process(target=worker_functions.pid)
             process.start()
             return process

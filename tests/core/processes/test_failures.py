@@ -13,15 +13,14 @@ from tests.core.processes import worker_functions
 from tests.core.processes.worker_groups import UNPICKLING_METHODS, group, pair_with_start_methods
 
 
-def fail_worker(method: str, command: str, **options: object) -> WorkerError:
+def fail_worker(method: str, command: str) -> WorkerError:
     """Send a command that makes a worker fail, and return the parent's error."""
-    with group(method, **options) as workers:  # type: ignore[arg-type]
-        with pytest.raises(WorkerError) as caught, workers.watch.operation("step"):
-            workers.ask(1, command)
+    with group(method) as workers:
+        error = workers.fail(command)
         assert [worker.exitcode is None for worker in workers.workers] == [False] * 3
         assert workers.watch.failure is not None
-        assert caught.value.exitcode == workers.workers[1].exitcode
-    return caught.value
+        assert error.exitcode == workers.workers[1].exitcode
+    return error
 
 
 CAUSES = {

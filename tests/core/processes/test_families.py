@@ -14,10 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes import get_context
 from tests.core.processes.worker_functions import send_helper_pids
-from tests.core.processes.worker_groups import LIMIT_S, WorkerGroup, group, pair_with_start_methods
+from tests.core.processes.worker_groups import LIMIT_S, group, pair_with_start_methods
 
 
 def wait_until_ended(pids: Iterable[int]) -> None:
@@ -36,13 +35,6 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def fail_worker(workers: WorkerGroup, command: str, timeout: float | None = None) -> WorkerError:
-    """Send a command that makes the worker fail, and return the parent's error."""
-    with pytest.raises(WorkerError) as caught, workers.watch.operation("step", timeout=timeout):
-        workers.ask(1, command)
-    return caught.value
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize(
     ("command", "method"),
@@ -51,7 +43,7 @@ def fail_worker(workers: WorkerGroup, command: str, timeout: float | None = None
 def test_child_processes_end_when_a_worker_fails_or_hangs(command: str, method: str) -> None:
     with group(method, 2) as workers:
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
-        fail_worker(workers, command, timeout=0.3 if command in ("hang", "hang_in_c", "stop") else None)
+        workers.fail(command, timeout=0.3 if command in ("hang", "hang_in_c", "stop") else None)
         # A program with its own session is found only through the worker, while that lives.
         dead_at_once = command in ("kill", "os_exit", "segfault")
         wait_until_ended([*helpers[0], *helpers[1][: 2 if dead_at_once else 3]])
@@ -80,7 +72,7 @@ def test_child_processes_of_returned_workers_end_only_under_a_watch() -> None:
 def test_nested_workers_and_their_children_end_with_a_failure(method: str) -> None:
     with group(method, 2) as workers:
         program, own_session = workers.ask(0, "start_nested_worker")
-        fail_worker(workers, "kill")
+        workers.fail("kill")
         wait_until_ended([program])
         with contextlib.suppress(ProcessLookupError):
             os.kill(own_session, signal.SIGKILL)
@@ -93,7 +85,7 @@ def test_exit_callbacks_run_only_on_abnormal_exit(end: str) -> None:
         if end == "returns":  # the function itself has to clean up
             workers.close()
         elif end == "fails":
-            fail_worker(workers, "raise_bad_level")
+            workers.fail("raise_bad_level")
         workers.watch.kill()
     assert closed.exists() == (end == "returns")
     closed.unlink(missing_ok=True)
@@ -104,7 +96,7 @@ def test_exit_callbacks_run_only_on_abnormal_exit(end: str) -> None:
 def test_spawned_worker_runs_atexit_handlers_after_a_failure() -> None:
     with group("spawn", 2) as workers:  # forked workers run no atexit handlers, as in multiprocessing
         file = Path(workers.ask(1, "remove_file_at_exit"))
-        fail_worker(workers, "raise_bad_level")
+        workers.fail("raise_bad_level")
         assert not file.exists()
 
 
@@ -114,7 +106,7 @@ def test_exit_callbacks_have_a_time_limit() -> None:
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
         for worker in (0, 1):
             workers.ask(worker, "close_slowly")
-        assert "bad level" in str(fail_worker(workers, "raise_bad_level"))
+        assert "bad level" in str(workers.fail("raise_bad_level"))
         wait_until_ended([*helpers[0], *helpers[1][:2]])
         os.kill(helpers[1][2], signal.SIGKILL)
 
@@ -140,7 +132,6 @@ def test_workers_and_their_children_end_with_the_parent(number: signal.Signals, 
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     parent = subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     *own_session, _, _, _, _, _, _, _ = pids = list(map(int, parent.stdout.readline().split()))
     parent.send_signal(number)
     wait_until_ended(pids[len(own_session) :])

@@ -13,7 +13,6 @@ from rl_ext_core.processes.report import ExceptionRecord, ReportWriter, WorkerRe
 
 @pytest.fixture
 def report() -> WorkerReport:
-    """Empty report of a worker in shared memory."""
     return WorkerReport()
 
 
@@ -39,7 +38,6 @@ def test_unpickling_an_exception_does_not_import_its_module(
     error = __import__("a_simulator").SimulatorError("fell over")
     assert ReportWriter(report.fd).write_exception(error)
     exception_record = report.exception_record
-    assert exception_record is not None
     assert type(exception_record.unpickle()) is type(error)
     del sys.modules["a_simulator"]
     assert exception_record.unpickle() is None

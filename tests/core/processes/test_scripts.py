@@ -96,7 +96,7 @@ class Program:
             text=True,
             env=environ,
             start_new_session=True,
-            **options,  # type: ignore[call-overload]
+            **options,
         )
         self.running.append(process)
         return process
@@ -152,7 +152,6 @@ def test_missing_guard_is_explained_under_a_chained_error(program: Program) -> N
 
 
 def delete_pymp_folders(program: Program) -> None:
-    """Delete multiprocessing's folders, which a killed program leaves."""
     # The killed program could not remove multiprocessing's folder.
     for folder in (program.folder / "tmp").glob("pymp-*"):
         shutil.rmtree(folder)
@@ -190,7 +189,6 @@ def test_ctrl_c_interrupts_only_the_parent(starting: bool, method: str, program:
             sys.exit(9)
     """
     process = program.start(method, body.format(starting=starting))
-    assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.3 if starting else 0)

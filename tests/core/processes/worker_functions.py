@@ -20,18 +20,9 @@ from typing import Any
 from rl_ext_core.processes import get_context, import_main, on_abnormal_exit
 
 
-class NeedsArgumentsError(Exception):  # it can be pickled, but not unpickled
-    """Exception that can be pickled, but not unpickled."""
-
+class NeedsArgumentsError(Exception):  # can be pickled, but not unpickled
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
-
-
-class UnpicklableError(Exception):
-    """Exception that cannot be pickled."""
-
-    def __reduce__(self) -> Any:
-        raise TypeError("never")
 
 
 class RaisesWhenUnpickledError(Exception):
@@ -74,7 +65,6 @@ def serve(pipe: Connection, *rest: Any) -> None:
 
 
 def recurse() -> None:
-    """Call itself until Python raises RecursionError."""
     recurse()
 
 
@@ -114,7 +104,6 @@ def wait_for_a_simulator() -> None:
 
 
 def throw(kind: type[BaseException], *args: Any) -> None:
-    """Raise an exception of this class."""
     raise kind(*args)
 
 
@@ -218,7 +207,6 @@ ACTIONS |= {
     "kill_after_a_grandchild_crashed": functools.partial(kill_after_a_grandchild, segfault),
     "kill_after_a_grandchild_raised": functools.partial(kill_after_a_grandchild, raise_bad_level),
     "raise_needs_arguments": functools.partial(throw, NeedsArgumentsError, "one", "two"),
-    "raise_unpicklable": functools.partial(throw, UnpicklableError, "lock inside"),
     "raise_when_unpickled": functools.partial(throw, RaisesWhenUnpickledError, "a trap"),
     "raise_hostile": functools.partial(throw, HostileError),
     "raise_memory_error": functools.partial(throw, MemoryError, "too small"),

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes import Watch, get_context
 from rl_ext_core.processes.context import Worker
 from tests.core.processes import worker_functions
@@ -43,6 +44,12 @@ class WorkerGroup:
         if not self.pipes[worker].poll(LIMIT_S):
             raise TimeoutError(command)
         return self.pipes[worker].recv()
+
+    def fail(self, command: str, worker: int = 1, **limits: Any) -> WorkerError:
+        """Send a command that makes a worker fail in a step, and return the parent's error."""
+        with pytest.raises(WorkerError) as caught, self.watch.operation("step", **limits):
+            self.ask(worker, command)
+        return caught.value
 
     def close(self) -> None:
         """Make all workers return, and wait for their ends."""

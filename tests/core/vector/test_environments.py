@@ -7,12 +7,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import gymnasium
-import numpy as np
 import pytest
-import torch
 
 from rl_ext_core._environment_source import as_gymnasium_env
-from rl_ext_core._values import copy_output
 from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError, MissingDependencyError
 from rl_ext_core.vector.environments import EpisodeMonitor
 from tests.sb3_ext.vec_test_envs import Counting
@@ -70,24 +67,11 @@ def test_old_gym_environments_are_converted_by_shimmy(
     name, env, gym = f"GymV{version}CompatibilityV0", kind(), ModuleType("gym")
     with pytest.raises(InvalidTypeError, match=r"expected a gymnasium\.Env\. Use a class that inherits"):
         as_gymnasium_env(env)  # gym is not imported, so the class is unknown
-    gym.Env = FakeOldGymEnv  # type: ignore[attr-defined]
+    gym.Env = FakeOldGymEnv
     monkeypatch.setitem(sys.modules, "gym", gym)
-    monkeypatch.setitem(sys.modules, "shimmy", SimpleNamespace(**{name: FakeShimmyEnv}))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "shimmy", SimpleNamespace(**{name: FakeShimmyEnv}))
     with pytest.warns(UserWarning, match=rf"`{kind.__name__}` is an environment of gym 0\.{version}"):
         assert as_gymnasium_env(env).inside is env
-    monkeypatch.setitem(sys.modules, "shimmy", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "shimmy", None)
     with pytest.raises(MissingDependencyError, match=rf"gym 0\.{version}, .*{name}\(env=env\)"):
         as_gymnasium_env(env)
-
-
-def test_copies_of_outputs_share_no_memory() -> None:
-    weight = torch.ones(2, requires_grad=True)
-    output = {"array": np.zeros(2), "nested": {"list": [np.zeros(2)]}, "tensor": weight * 2, "flat": {"a": 1, "b": "c"}}
-    copied = copy_output(output)
-    output["array"][:] = output["nested"]["list"][0][:] = 5  # type: ignore[index]
-    with torch.no_grad():
-        output["tensor"][:] = 5  # type: ignore[index]
-    output["flat"]["a"] = 5  # type: ignore[index]
-    assert copied["array"].tolist() == copied["nested"]["list"][0].tolist() == [0, 0]
-    assert copied["tensor"].tolist() == [2, 2]
-    assert copied["flat"] == {"a": 1, "b": "c"}

@@ -169,7 +169,7 @@ def test_step_succeeds_after_a_timeout_of_step_wait(tmp_path: Path) -> None:
     envs.close()
 
 
-def test_interrupted_step_can_be_received_later(tmp_path: Path) -> None:
+def test_interrupted_step_is_received_later_or_ended_by_a_reset(tmp_path: Path) -> None:
     envs = SharedMemoryVectorEnv([functools.partial(Gated, tmp_path / "gate"), Counting], **FAST)
     envs.reset(seed=0)
     with raise_interrupt_in(Pool, "_receive"), pytest.raises(KeyboardInterrupt):
@@ -177,12 +177,6 @@ def test_interrupted_step_can_be_received_later(tmp_path: Path) -> None:
     (tmp_path / "gate").touch()
     assert envs.step_wait()[0][:, 0].tolist() == [1, 1]
     assert envs.step(np.zeros(2, int))[0][:, 0].tolist() == [2, 2]
-    envs.close()
-
-
-def test_reset_continues_after_an_interrupted_step() -> None:
-    envs = SharedMemoryVectorEnv([Counting] * 2, **FAST)
-    envs.reset(seed=0)
     with raise_interrupt_in(Pool, "_receive"), pytest.raises(KeyboardInterrupt):
         envs.step(np.zeros(2, int))
     for call in (lambda: envs.step(np.zeros(2, int)), lambda: envs.call("close_twice")):
@@ -219,10 +213,9 @@ def test_error_names_the_file_size_limit() -> None:
 
 
 def test_different_spaces_are_rejected() -> None:
-    env_fns = [Counting, functools.partial(RandomEnv, "Box")]
     for kind in (EnvironmentOutputError, RuntimeError):  # RuntimeError is what AsyncVectorEnv raises
         with pytest.raises(kind, match="environment 1 has observation_space"):
-            SharedMemoryVectorEnv(env_fns, **FAST)
+            SharedMemoryVectorEnv([Counting, functools.partial(RandomEnv, "Box")], **FAST)
 
 
 def test_invalid_reset_masks_and_seeds_are_rejected() -> None:
@@ -241,24 +234,22 @@ def test_invalid_reset_masks_and_seeds_are_rejected() -> None:
 
 
 class LosesInfos(Counting):
-    """Wrapper that returns None as the info of resets after the first episode."""
+    """Environment that returns None as the info of resets after the first episode."""
 
     episodes = 0
 
     def reset(self, **options: Any) -> Any:
-        """Return None as the info, except in the first reset."""
         self.episodes += 1
         observation, info = super().reset(**options)
         return observation, info if self.episodes == 1 else None
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_error_names_reset_if_its_info_is_none(mode: AutoresetMode) -> None:
+@pytest.mark.parametrize(("mode", "n_steps"), [(AutoresetMode.NEXT_STEP, 11), (AutoresetMode.SAME_STEP, 10)])
+def test_error_names_reset_if_its_info_is_none(mode: AutoresetMode, n_steps: int) -> None:
     envs = SharedMemoryVectorEnv([LosesInfos] * 2, autoreset_mode=mode)
     envs.reset()
-    quiet = 10 if mode is AutoresetMode.NEXT_STEP else 9  # the episode ends with the tenth
-    for _ in range(quiet):
+    for _ in range(n_steps - 1):  # the episode ends with the tenth
         envs.step(np.zeros(2, np.int64))
     with pytest.raises(WorkerError, match=r"reset\(\) returned an info of type NoneType"):
         envs.step(np.zeros(2, np.int64))

@@ -7,6 +7,7 @@ change, because the standard library selects its own code by them. ``imitated_wi
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import importlib
 import importlib.util
@@ -115,29 +116,18 @@ def _hide_proc() -> None:
     builtins.open = io.open
 
 
-def _in_use(file: os.stat_result, *, mapped_only: bool = False) -> bool:
+def _in_use(file: os.stat_result, *, mapped_only: bool = False, _open: Any = open, _listdir: Any = os.listdir) -> bool:
     """Return whether this process has the file open or mapped."""
-    for line in _read_memory_map():
-        if line[4] == str(file.st_ino) and line[3] == f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}":
-            return True
-    return not mapped_only and any((s.st_ino, s.st_dev) == (file.st_ino, file.st_dev) for s in _list_open_files())
-
-
-def _read_memory_map(_open: Any = open) -> list[list[str]]:
-    """Return the lines of ``/proc/self/maps``, split into columns."""
     with _open("/proc/self/maps") as lines:
-        return [line.split() for line in lines]
-
-
-def _list_open_files(_listdir: Any = os.listdir) -> list[os.stat_result]:
-    """Return ``os.stat`` results of the files that this process has open."""
-    found = []
-    for name in _listdir("/proc/self/fd"):
-        try:
-            found.append(os.fstat(int(name)))
-        except OSError:
-            continue  # the descriptor of the listing itself is closed by now
-    return found
+        mapped = [line.split()[3:5] for line in lines]
+    if [f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}", str(file.st_ino)] in mapped:
+        return True
+    for name in () if mapped_only else _listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
+            opened = os.fstat(int(name))
+            if (opened.st_ino, opened.st_dev) == (file.st_ino, file.st_dev):
+                return True
+    return False
 
 
 def _protect_files_in_use() -> None:
