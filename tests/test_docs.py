@@ -130,23 +130,49 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
         assert found[0] == guide, (question, found)
 
 
-# As users type them, and in titles of issues of SB3, baselines, MuJoCo and TorchRL: the page that answers.
+# As users type them, and the page that answers.
 QUESTIONS = {
     "my DQN runs out of memory": "guides/buffers",
-    "optimization of memory usage": "guides/buffers",
-    "prioritized experience replay for DQN": "guides/buffers",
     "my env crashes with two instances": "guides/single_instance",
-    "MUJOCO_EGL_DEVICE_ID must be between 0 and 0": "guides/rendering_gpu",
+    "robosuite uses the wrong GPU": "guides/rendering_gpu",
     "ParallelEnv cannot pickle": "guides/torchrl_parallel",
-    "VecEnv for gymnasium VectorEnv and Brax": "guides/vectorized_gpu",
-    "SubprocVecEnv slower than DummyVecEnv": "guides/sb3_parallel",
-    "resuming training of loaded model": "guides/resume",
+    "Isaac Lab into SB3": "guides/vectorized_gpu",
+    "why is my vec env slow": "guides/sb3_parallel",
+    "how do I resume a run": "guides/resume",
     "start from a Minari dataset": "guides/datasets",
+    "prioritized experience replay for DQN": "guides/buffers",
     "SliceSampler is slow": "troubleshooting",
+    # Titles of issues of SB3, baselines, MuJoCo and TorchRL.
+    "replay buffer won't fit into memory": "guides/buffers",
+    "optimization of memory usage": "guides/buffers",
+    "MUJOCO_EGL_DEVICE_ID has no effect": "guides/rendering_gpu",
+    "MUJOCO_EGL_DEVICE_ID must be between 0 and 0": "guides/rendering_gpu",
+    "SubprocVecEnv slower than DummyVecEnv": "guides/sb3_parallel",
+    "multiple environments per process": "guides/sb3_parallel",
+    "ParallelEnv MeltingPot": "guides/torchrl_parallel",
+    "resuming training of loaded model": "guides/resume",
+    "VecEnv for gymnasium VectorEnv and Brax": "guides/vectorized_gpu",
+    "Isaac Gym with Stable Baselines3": "guides/vectorized_gpu",
+    # Of a newcomer who found nothing, or another page.
+    "cap the memory": "guides/buffers",
+    "curve differs after resume": "guides/resume",
     "multi gpu ddp": "guides/scale",
+    "rl zoo": "recipes",
+    "maskable ppo": "recipes",
+    "optuna": "recipes",
+    "wandb": "recipes",
+    "jupyter interrupt": "recipes",
+    "hydra submitit": "recipes",
+    "imitation": "recipes",
+    "cleanrl": "recipes",
+    "docker": "recipes",
+    "recurrent lstm": "recipes",
+    "ToTensorImage": "guides/frame_storage",
     "float32 images": "guides/frame_storage",
     "ray cluster": "guides/ray",
-    **dict.fromkeys(("rl zoo", "maskable ppo", "optuna", "hydra submitit", "recurrent lstm", "docker"), "recipes"),
+    "egl wrong gpu": "guides/rendering_gpu",
+    "fmu": "guides/single_instance",
+    "brax": "guides/vectorized_gpu",
 }
 
 

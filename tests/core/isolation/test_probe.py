@@ -17,10 +17,10 @@ from typing import Any
 import gymnasium
 import psutil
 import pytest
+from tests.boundaries import ROOT
 
 from rl_ext_core.factory import as_factory
 from rl_ext_core.isolation import Isolation, probe
-from tests.boundaries import ROOT
 from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.isolation import simulator
 from tests.core.isolation.conftest import Variant
