@@ -700,9 +700,11 @@ class FrameLog:
         :raises CorruptFileError: If one of them is damaged.
         """
         assert self.folder is not None
+        self.state[fields.RECORDS] = -1  # until the first record, because killed processes leave segments without one
         for file in list_files(self.folder):
-            if self._replay(file, int(self.state[fields.RECORDS]) if self._segments else -1) == DAMAGED:
+            if self._replay(file, int(self.state[fields.RECORDS])) == DAMAGED:
                 raise CorruptFileError(f"{file.path} is damaged: a record does not match its checksum or the others")
+        self.state[fields.RECORDS] = max(0, int(self.state[fields.RECORDS]))
         self.check_stored()
 
     def _replay(self, file: SegmentFile, expected: int) -> int:

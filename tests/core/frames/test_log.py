@@ -24,6 +24,7 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageEr
 from rl_ext_core.frames import StackLayout
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.kernel_primitives import FACTOR, SUM_START
+from rl_ext_core.frames.log_segment import Segment
 from rl_ext_core.frames.log_state import SEGMENT_HEADER, SIZE_BITS
 from rl_ext_core.frames.store import FrameStore, Observation
 from tests.core.frames.numbered import (
@@ -182,6 +183,23 @@ def test_kills_lose_at_most_the_running_push(n: int, tmp_path: Path) -> None:
         newest = check(store)
         assert done.value <= newest <= done.value + 1
         assert store.size == min(newest + 1, 150)
+        store.close()
+
+
+def test_folder_whose_oldest_segment_has_no_record_is_opened(tmp_path: Path) -> None:
+    """A process was killed after it had opened a segment, and later ones have overwritten all older rows."""
+    folder = tmp_path / "a"
+    for first in range(0, 400, 50):
+        store = open_store(folder, 150)
+        add(store, *range(first, first + 50))
+        store.close()
+    oldest = min(int(path.stem) for path in (folder / "log-0000").glob("*.log"))
+    assert oldest > 0
+    Segment(64, folder / "log-0000", oldest - 1)
+    for newest in (399, 400):
+        store = open_store(folder, 150)
+        assert (check(store), store.size) == (newest, 150)
+        add(store, newest + 1)
         store.close()
 
 
