@@ -34,8 +34,9 @@ class MarkWrapper(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def make_wrapped_env(*arguments: Any, **options: Any) -> gym.Env[Any, Any]:
-    """Make a RandomEnv with three wrappers."""
-    return MarkWrapper(gym.wrappers.TimeLimit(Monitor(RandomEnv(*arguments, **options)), 7))
+    """Make a RandomEnv with wrappers; Monitor refuses rewards that are arrays."""
+    env: gym.Env[Any, Any] = RandomEnv(*arguments, **options)
+    return MarkWrapper(gym.wrappers.TimeLimit(env if "array" in arguments else Monitor(env), 7))
 
 
 def draw_call(rng: np.random.Generator, space: spaces.Space[Any], n_envs: int) -> Callable[[VecEnv], Any]:
