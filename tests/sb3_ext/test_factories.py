@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
+import tests.core.factory.copying  # noqa: F401  # registers copies/Line-v0
 from sb3_ext import as_factory
 from tests.core.factory.main_script import CHECKS, DEFINITIONS
 from tests.launch_modes import LAUNCH_MODES, run_program

@@ -64,7 +64,9 @@ def _mujoco_fields(structure: Any) -> dict[str, Any]:
 def _property_names(kind: Any) -> tuple[str, ...]:
     """Return the names of the public properties whose getters are not Python functions."""
     # Properties that subclasses define in Python are not fields of the C object.
-    parts = {name: part for base in kind.__mro__ for name, part in vars(base).items() if isinstance(part, property)}
+    parts = {
+        name: part for base in kind.__mro__ for name, part in vars(base).items() if issubclass(type(part), property)
+    }
     names = (name for name, part in parts.items() if not isinstance(part.fget, types.FunctionType))
     return tuple(name for name in names if not name.startswith("_") and name != _SIGNATURE)
 

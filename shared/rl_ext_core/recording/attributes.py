@@ -100,7 +100,7 @@ def _instance_attributes(owner: Any) -> dict[str, Any]:
     """Return the attributes in the dict and in the slots of an object."""
     found = dict(getattr(owner, "__dict__", None) or {})
     for base in type(owner).__mro__:
-        slots = [name for name, member in vars(base).items() if isinstance(member, types.MemberDescriptorType)]
+        slots = [name for name, member in vars(base).items() if type(member) is types.MemberDescriptorType]
         found |= {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
     return found
 
