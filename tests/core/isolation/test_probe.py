@@ -17,7 +17,6 @@ from typing import Any
 import gymnasium
 import psutil
 import pytest
-from tests.boundaries import ROOT
 
 from rl_ext_core.factory import as_factory
 from rl_ext_core.isolation import Isolation, probe
@@ -35,6 +34,7 @@ from tests.core.isolation.variants import (
     UNKNOWN,
     VARIANTS,
 )
+from tests.programs import ROOT
 
 
 @pytest.mark.sample(ci=4)
