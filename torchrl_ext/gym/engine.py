@@ -29,6 +29,7 @@ from torchrl_ext.gym.io import (
     compile_one_hot,
     compile_reward,
     compile_value,
+    key_in_env,
     subtract_start,
     zero_flags,
 )
@@ -369,13 +370,12 @@ def _entry(values: Any, key: str, path: tuple[str, ...]) -> Any:
             f"the key {key!r}"
         )
     keys = values.keys()
-    if key not in keys and key == "observation" and "state" in keys:
-        return values["state"]
-    if key not in keys:
+    found = key_in_env(key, keys)
+    if found not in keys:
         raise EnvironmentOutputError(
             f"final_obs has no {'.'.join((*path, key))!r}, which the observations have; it holds {sorted(keys)}"
         )
-    return values[key]
+    return values[found]
 
 
 def _convert_final(spec: Any, old: torch.Tensor, new: Any, count: int, path: tuple[str, ...]) -> torch.Tensor:

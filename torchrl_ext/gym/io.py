@@ -8,7 +8,7 @@ values are converted if nothing is lost, and are refused otherwise.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "compile_one_hot",
     "compile_reward",
     "compile_value",
+    "key_in_env",
     "subtract_start",
     "zero_flags",
 ]
@@ -224,8 +225,7 @@ def compile_action(
         spaces, starts = getattr(space, "spaces", {}), start or {}
         parts: dict[str, tuple[str, Convert]] = {}
         for key, part in spec.items():
-            # TorchRL renames "state".
-            name = "state" if key == "observation" and key not in spaces and "state" in spaces else key
+            name = key_in_env(key, spaces)
             parts[name] = key, compile_part(part, space=spaces.get(name), start=starts.get(name), path=(*path, key))
         return lambda action: {name: convert(action[key]) for name, (key, convert) in parts.items()}
     if not isinstance(spec.zero(), torch.Tensor):
@@ -385,8 +385,8 @@ def _compile_part(spec: TensorSpec, path: tuple[str, ...], device: torch.device 
             found = {name: read(observation[name]) for name, read in readers}
         except KeyError:
             missing = next(name for name, _ in readers if name not in observation)
-            if missing == "observation" and "state" in observation:  # TorchRL renames a lone "state"
-                return read_all({**observation, "observation": observation["state"]})
+            if (key := key_in_env(missing, observation)) != missing:
+                return read_all({**observation, missing: observation[key]})
             raise EnvironmentOutputError(
                 f"observation{_quoted_path((*path, missing))} is missing: the environment returned "
                 f"{sorted(map(str, observation))}"
@@ -394,6 +394,11 @@ def _compile_part(spec: TensorSpec, path: tuple[str, ...], device: torch.device 
         return new_tensordict(found, batch_size, device) if path else found
 
     return read_all
+
+
+def key_in_env(key: str, keys: Container[Any]) -> str:
+    """Return the environment's key for the key of a spec, because TorchRL renames a lone "state" to "observation"."""
+    return "state" if key == "observation" and key not in keys and "state" in keys else key
 
 
 def _quoted_path(path: tuple[str, ...]) -> str:
