@@ -135,6 +135,25 @@ class Terse(EnvBase):
         torch.manual_seed(0 if seed is None else seed)
 
 
+class Accumulating(EnvBase):
+    """Environment whose reward is also a state, from which the next step starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spec, self.action_spec = Composite(observation=Unbounded((2,))), Bounded(-1, 1, (2,))
+        self.reward_spec, self.state_spec = Unbounded((1,)), Composite(reward=Unbounded((1,)))
+
+    def _reset(self, tensordict: Any = None, **_: Any) -> TensorDict:
+        return TensorDict(observation=torch.rand(2), reward=torch.zeros(1))
+
+    def _step(self, tensordict: Any) -> TensorDict:
+        reward = tensordict.get("reward", torch.zeros(1)) / 2 + tensordict["action"].sum().view(1)
+        return TensorDict(observation=tensordict["observation"] + reward, reward=reward, done=reward > 1.2)
+
+    def _set_seed(self, seed: int | None) -> None:
+        torch.manual_seed(0 if seed is None else seed)
+
+
 def seeded_result(do: Callable[[Any], Any], env: Any) -> Any:
     """Seed an environment, and return the result of an operation on it."""
     env.set_seed(3)
@@ -293,6 +312,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Callable[[Any], Any]]]] = {
     "infos, in TorchRL": (make_with_info, COMMON),
     "transforms, in TorchRL": (make_transformed, COMMON),
     "TorchRL": (make_native, OF_NATIVE),
+    "a reward that is a state, in TorchRL": (Accumulating, {"rollout": roll}),
     "incomplete outputs, in TorchRL": (Terse, {name: COMMON[name] for name in OF_TERSE}),
     "entries that are not tensors, in TorchRL": (functools.partial(NativeEnv, note="a note"), OF_NOTES),
 }

@@ -129,7 +129,6 @@ class ParallelEnv(EnvBase):
         leaves.allocate(count)
         trees = make_tree(parts), make_tree([*parts, written["full_reward_spec"]])
         own.update(_input_spec=read, _output_spec=written, _leaves=leaves, _trees=trees)
-        own["_dropped"] = {"next", *self.reward_keys}  # from the TensorDict after a step
         own["_others"] = [None] * count  # last entries of each environment that are not tensors
 
     # -- steps and resets
@@ -190,7 +189,7 @@ class ParallelEnv(EnvBase):
             return super()._step_and_maybe_reset(tensordict)
         out: Any = self._step_leaves(tensordict)
         entries["next"] = out
-        following = {name: value for name, value in {**entries, **out._tensordict}.items() if name not in self._dropped}
+        following = self._leaves.next_root(entries, out._tensordict)
         return tensordict, self.maybe_reset(new_tensordict(following, self.batch_size, self.device))
 
     def _read(self, tree: Tree, observations: dict[str, Any], infos: dict[str, Any]) -> TensorDictBase:

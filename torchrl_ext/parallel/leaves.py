@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -83,6 +83,9 @@ class Leaves:
             )
         parts = [observed, written["full_reward_spec"], written["full_done_spec"]]
         self.outputs, self.non_tensor_outputs = _split(parts, name)
+        rewards = {leaf.key for leaf in _split([written["full_reward_spec"]], name)[0]}
+        # Entries that are not carried over to the next step. A reward may also be an input.
+        self._of_one_step = {"next", *rewards.difference(leaf.key for leaf in inputs)}
         following = [dataclasses.replace(leaf, key=_next_key(leaf.key)) for leaf in _split([observed], name)[0]]
         self.inputs, self._n_inputs = [*inputs, *following], len(inputs)
         fields: list[Any] = [(leaf.name, leaf.dtype, leaf.shape) for leaf in self.inputs]
@@ -112,6 +115,14 @@ class Leaves:
     def are_flat(self) -> bool:
         """Whether all keys are strings, and all entries tensors."""
         return not self.non_tensor_outputs and all(isinstance(key, str) for key in self.keys)
+
+    def next_root(self, root: Mapping[str, Any], out: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries from which the next step starts, as TorchRL's ``step_mdp`` does if keys are flat.
+
+        :param root: entries from which the step started
+        :param out: outputs of the step
+        """
+        return {name: value for name, value in {**root, **out}.items() if name not in self._of_one_step}
 
     def allocate(self, count: int) -> None:
         """Make the memory for the inputs of several environments."""

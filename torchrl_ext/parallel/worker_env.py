@@ -58,15 +58,12 @@ class TensorDictEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._zeros = {leaf.name: np.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves.outputs}
         self._found: dict[str, Any] = {}
         self._root: TensorDictBase = self._new()
-        rewards, device = {*environment.reward_keys}, environment.device
-        self._not_in_root = {"next", *rewards}  # entries that are not carried over to the next step
-        completed = {*rewards, *environment.done_keys}
-        self._completed = {leaf.key: leaf.shape for leaf in self._leaves.outputs if leaf.key in completed}
+        completed, device = {*environment.reward_keys, *environment.done_keys}, environment.device
+        self._completed = {leaf.name: leaf.shape for leaf in self._leaves.outputs if leaf.key in completed}
         self._is_plain = (
             has_fast_path()
             and self._leaves.are_flat
             and (device is None or device.type == "cpu")
-            and rewards.isdisjoint(environment.full_state_spec.keys())
             and not environment.run_type_checks
             and "step" not in vars(environment)
             and all(getattr(type(environment), name) is getattr(EnvBase, name) for name in _STEP_PARTS)
@@ -105,30 +102,27 @@ class TensorDictEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._root = self.environment._step_mdp(out)
         return self._read(self._select(following)), 0.0, False, False, self._read_others(following)
 
-    def _step_plainly(self, root: Any, inputs: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    def _step_plainly(self, root: Any, inputs: dict[Any, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Take a step without nested keys, with the results of ``EnvBase.step``, which takes twice as long."""
         root = new_tensordict({**root._tensordict, **inputs}, root.batch_size, root.device)
         out = self.environment._step(root)
         values = self._select(out)
-        for key, shape in self._completed.items():
-            if key not in values or values[key].shape != shape:
+        for name, shape in self._completed.items():
+            if name not in values or values[name].shape != shape:
                 values = self._select(self.environment._step_proc_data(out))
                 break
-        entries = {**root._tensordict, **values}
-        kept = {name: value for name, value in entries.items() if name not in self._not_in_root}
-        self._root = new_tensordict(kept, root.batch_size, root.device)
+        self._root = new_tensordict(self._leaves.next_root(root._tensordict, values), root.batch_size, root.device)
         return values
 
-    def _select(self, tensordict: TensorDictBase) -> dict[Any, torch.Tensor]:
-        """Return the tensors of an output."""
+    def _select(self, tensordict: TensorDictBase) -> dict[str, torch.Tensor]:
+        """Return the tensors of an output, by the names of their leaves."""
         get = tensordict.get
-        return {leaf.key: value for leaf in self._leaves.outputs if (value := get(leaf.key, None)) is not None}
+        return {leaf.name: value for leaf in self._leaves.outputs if (value := get(leaf.key, None)) is not None}
 
-    def _read(self, values: dict[Any, torch.Tensor]) -> dict[str, Any]:
+    def _read(self, values: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return tensors as arrays. Those that are missing keep the last value."""
-        for leaf in self._leaves.outputs:
-            if leaf.key in values:
-                self._found[leaf.name] = values[leaf.key].numpy(force=True)
+        for name, value in values.items():
+            self._found[name] = value.numpy(force=True)
         return self._found
 
     def _read_others(self, tensordict: TensorDictBase) -> dict[str, Any]:
