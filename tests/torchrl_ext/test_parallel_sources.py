@@ -29,6 +29,7 @@ from tests.leaks import running_workers
 from tests.torchrl_ext.parallel_checks import event_log, no_workers_left
 from tests.torchrl_ext.parallel_environments import NativeEnv, Well, count_events
 from torchrl_ext import GymWrapper, ParallelEnv, as_factory
+from torchrl_ext.parallel.plan import WorkerPlan
 
 __all__ = ["event_log", "no_workers_left"]
 
@@ -100,6 +101,22 @@ def test_sources_are_not_built_in_the_parent_process(form: str, method: str | No
     env.close()
     assert [count_events(event, in_this_process=True) for event in EVENTS] == before
     assert count_events("closed", in_this_process=False) >= 2
+
+
+def make_with_import() -> Any:
+    """Make an environment of TorchRL by a function that imports it itself."""
+    from torchrl.envs import GymEnv
+
+    return GymEnv("CartPole-v1")
+
+
+@pytest.mark.parametrize(
+    ("source", "is_needed"), [(lambda: make_with_import(), True), (make_with_import, True), (Well, False)]
+)
+def test_torchrl_is_imported_once_for_workers_that_need_it(source: Any, is_needed: bool) -> None:
+    plan = WorkerPlan(source, 2)
+    assert plan.is_gymnasium
+    assert ("torchrl_ext" in plan.factories[0].preload) == is_needed
 
 
 @pytest.mark.sample(quick=0, ci=2)

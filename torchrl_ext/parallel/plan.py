@@ -88,6 +88,7 @@ class WorkerPlan:
         sources = list(source) if isinstance(source, (list, tuple)) else [source] * num_workers
         factories = dict[int, EnvFactory[Any]]()
         self.source: Any = None
+        preload: Sequence[str] = PRELOAD
         for item in {id(item): item for item in sources}.values():
             found, own = _find_source_of_instance(item), _overrides_of(item, sources, overrides)
             # Workers get the gymnasium environment inside, so that unpickling it does not import TorchRL.
@@ -103,14 +104,15 @@ class WorkerPlan:
                 if found is None or bound[0].decision is not None:  # which may conflict with imported renderers
                     read = self._examine(bound[0])
                     found = read if found is None else found
+                if unwrap or isinstance(found, tuple):  # nothing in the workers imports TorchRL
+                    preload = ()
                 self.source = GymSource(found) if isinstance(found, tuple) else found
             factories |= {number: bound[number] for number, other in enumerate(sources) if other is item}
         self.seeds = _worker_seeds(seed, num_workers)  # for_workers() has checked the seed
         last: Any = to_tensordict_env
-        preload: Sequence[str] = PRELOAD
         if self.is_gymnasium:
             unwrapped = pickle.dumps(functools.partial(to_worker_env, source=self.source))
-            last, preload = functools.partial(adapt_unless_plain, adapt=unwrapped), ()
+            last = functools.partial(adapt_unless_plain, adapt=unwrapped)
         self.factories = [factories[index].then(last, preload=preload) for index in range(num_workers)]
 
     def _convert(self, item: Any, found: Any, unwrap: bool, verify: bool) -> EnvFactory[Any]:

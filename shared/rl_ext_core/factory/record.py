@@ -357,7 +357,7 @@ def named_specs(build: Any) -> list[Any]:
 def referenced_values(build: Any) -> Iterator[Any]:
     """Yield a callable and the values that it refers to.
 
-    These are arguments, constants, closure variables and globals.
+    These are arguments, constants, closure variables, globals, and modules that it imports itself.
     """
     waiting, seen = [build], set[int]()
     while waiting:
@@ -372,6 +372,7 @@ def referenced_values(build: Any) -> Iterator[Any]:
             waiting += value.values() if kind is dict else value
         elif kind is types.CodeType:
             waiting += value.co_consts
+            yield from (sys.modules[name] for name in value.co_names if name in sys.modules)  # imported by the code
         else:
             yield value
         if kind is types.FunctionType and not _is_hook(value):
