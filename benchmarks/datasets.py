@@ -105,7 +105,6 @@ def measure_recording(name: str, steps: int, folder: Path) -> str:
     time_in_turns(competitors, rounds=2)
     taken = time_in_turns(competitors, rounds=ROUNDS)
     taken["ours"] /= DRAWS
-    stored.flush()
     ours = bytes_on_disk(folder / "stored") / n
     stored.close()
     file.close()

@@ -160,6 +160,12 @@ def map_whole_file(descriptor: int, n_bytes: int, offset: int = 0) -> Any:
     return memory
 
 
+def unload_pages(address: int, n_bytes: int) -> None:
+    """Take pages of a mapped file out of this process's memory, where the system can. The next access loads them."""
+    if not WINDOWS:
+        _libc().madvise(address, n_bytes, mmap.MADV_DONTNEED)
+
+
 def discard_pages(address: int, n_bytes: int) -> None:
     """Free the memory of whole pages of a file in memory, which is mapped at an address, where the system can."""
     if hasattr(mmap, "MADV_REMOVE"):

@@ -81,13 +81,14 @@ class Segment:
         return segment
 
     def truncate(self, n_words: int) -> None:
-        """Free the disk space behind the first words."""
+        """Free the disk space behind the first words of a file, and the memory of all of it until it is read."""
         if self._path is None:
             return
         self.n_words = n_words
         _HEADER.pack_into(self._bytes.data, 0, *_HEADER.unpack_from(self._bytes.data)[:3], n_words)
         with contextlib.suppress(OSError):  # the space is only an optimization
             os.truncate(self._path, 4 * n_words + SLACK_BYTES)
+        _system.unload_pages(self.address, 4 * n_words)
 
     def delete(self) -> None:
         """Delete the file, if there is one. The memory is freed with this object."""
