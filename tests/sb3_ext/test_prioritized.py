@@ -177,15 +177,19 @@ def test_draws_and_weights_match_torchrl() -> None:
     assert (buffer._tree.find(masses.astype(float)) == found).mean() > 0.999  # sums are rounded differently
 
 
-def test_sample_returns_weights_of_the_drawn_transitions() -> None:
-    buffer = make_buffer(200, n_envs=2, alpha=1.0, beta=lambda progress: 1.0 - progress / 2)
+@pytest.mark.parametrize(
+    ("beta", "exponent"), [(lambda progress: 1.0 - progress / 2, 0.875), (0.4, 0.85)], ids=["a schedule", "a number"]
+)
+def test_sample_returns_weights_of_the_drawn_transitions(beta: Any, exponent: float) -> None:
+    buffer = make_buffer(200, n_envs=2, alpha=1.0, beta=beta)
+    buffer._progress_remaining = 0.25
     fill(buffer, 100)
     buffer.actions[...] = np.arange(200).reshape(100, 2, 1)
     buffer._batch = np.arange(200), 0, buffer._n_added
     buffer.update_priorities(np.arange(200))
     batch = buffer.sample(64)
     items = batch.actions.numpy().ravel()
-    expected = (items + 1e-6) ** -0.5
+    expected = (items + 1e-6) ** -exponent
     np.testing.assert_allclose(buffer.importance_weights, expected / expected.max(), rtol=1e-3)
     counts = np.bincount(np.concatenate([buffer.sample(64).actions.numpy().ravel() for _ in range(300)]), minlength=200)
     assert np.corrcoef(counts, np.arange(200))[0, 1] > 0.98

@@ -80,6 +80,13 @@ def test_ambiguous_observation_indices_are_refused(index: Any) -> None:
         make_buffers("plain", 40, GREY, ACTIONS)[0].observations[index]
 
 
+@pytest.mark.parametrize(("name", "value"), [("pos", 1), ("full", True)])
+def test_position_cannot_be_set(name: str, value: Any) -> None:
+    buffer = make_buffers("plain", 40, GREY, ACTIONS)[0]
+    with pytest.raises(InvalidArgumentError, match=rf"{name} cannot be set to {value}. Use add\(\) or reset\(\)"):
+        setattr(buffer, name, value)
+
+
 def test_transition_that_does_not_fit_into_memory_leaves_the_buffer_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     venv = dict_env()
     buffers = make_buffers_for("dict", 40, venv)
