@@ -147,35 +147,6 @@ class MjlabEnv(IsaacLabEnv):
         return observation, reward[:, None], *rest
 
 
-class ManiSkillEnv(ManiSkill):
-    """Imitation of ManiSkill: resets by ``env_idx``, last infos as ``final_info``."""
-
-    KEYS = ("age", "number")
-
-    def __init__(self, *, auto_reset: bool) -> None:
-        super().__init__(auto_reset=auto_reset)
-        self.cfg.auto_reset = auto_reset
-        self.single_observation_space = self.single_observation_space["policy"]
-        self.observation_space = self.observation_space["policy"]
-
-    def _report(self) -> dict[str, Any]:
-        return {"age": self.steps.clone(), "number": self.episodes.clone()}
-
-    def reset(self, seed: Any = None, options: Any = None) -> Any:
-        observation, _ = super().reset(seed, options)
-        return observation["policy"], self._report()
-
-    def step(self, action: Any) -> Any:
-        self.extras = {}
-        last = {"age": self.steps + 1, "number": self.episodes.clone()}
-        observation, *rest, info = super().step(action)
-        info, done = info | self._report(), rest[1] | rest[2]
-        if self.cfg.auto_reset and done.any():
-            info["final_observation"] = info.pop("final_obs")["policy"]
-            info |= {"final_info": last, "_final_info": done, "_final_observation": done}
-        return observation["policy"], *rest, info
-
-
 class Pool(SameStep, VectorEnv[Any, Any, Any]):
     """Imitation of EnvPool: it resets rows one step late. Its ``reset`` takes indices, and returns only these rows."""
 
@@ -215,20 +186,18 @@ class OldPool(Pool):
 Pool.__module__ = OldPool.__module__ = "envpool.imitation"
 
 
-class NoMode(SameStep):
-    """Environment without an autoreset mode in its metadata."""
-
-    metadata = {}  # noqa: RUF012
-
-    def __init__(self, form: str | None) -> None:
-        super().__init__(list(LAB), form)
+def without_mode(form: str | None) -> SameStep:
+    """Make an environment without an autoreset mode in its metadata."""
+    env: Any = SameStep(list(LAB), form)
+    env.metadata = {}
+    return env
 
 
 # -- single environments for one row, with gymnasium's reset and step
 
 
 class LabRow:
-    """Single environment equal to one row of IsaacLabEnv, MjlabEnv or ManiSkillEnv."""
+    """Single environment equal to one row of IsaacLabEnv, MjlabEnv or ManiSkill."""
 
     def __init__(self, lengths: Sequence[int], env: Any, row: int, *, key: str | None = "policy") -> None:
         self.length, self.row, self.key, self.episode = lengths[row], row, key, 0
@@ -558,9 +527,9 @@ TABLE: dict[str, TableRow] = {
         missing_infos="resets",
     ),
     "mjlab, auto_reset=False": lab(MjlabEnv, DISABLED),
-    "ManiSkill": lab(partial(ManiSkillEnv, auto_reset=True), SAME_STEP, oracle=partial(LabRow, (2, 3, 5), key=None)),
+    "ManiSkill": lab(partial(ManiSkill, auto_reset=True), SAME_STEP, oracle=partial(LabRow, (2, 3, 5), key=None)),
     "ManiSkill, auto_reset=False": lab(
-        partial(ManiSkillEnv, auto_reset=False), DISABLED, oracle=partial(LabRow, (2, 3, 5), key=None)
+        partial(ManiSkill, auto_reset=False), DISABLED, oracle=partial(LabRow, (2, 3, 5), key=None)
     ),
 }
 # last observations in other forms than gymnasium's
@@ -576,7 +545,7 @@ for _form in SameStep.FORMS:
             (),
             {"env_type": "torch"} if _torch else {},
         )
-TABLE["final_obs, no mode"] = TableRow(lambda mode: NoMode("batch"), (SAME_STEP,), CountRow, ())
+TABLE["final_obs, no mode"] = TableRow(lambda mode: without_mode("batch"), (SAME_STEP,), CountRow, ())
 # in JAX
 TABLE["Brax"] = TableRow(brax, (SAME_STEP,), BraxRow, (), needs="brax", tolerance=1e-4, steps=40)
 _jax = TableRow(
@@ -968,7 +937,7 @@ DROPPED = r"\(DropsResetOptions\) does not pass options\['reset_mask'\] on"
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: NoMode(None), InvalidArgumentError, r'NoMode .*autoreset_mode="SameStep"'),
+        (lambda: without_mode(None), InvalidArgumentError, r'SameStep .*autoreset_mode="SameStep"'),
         (lambda: SameStep(list(LAB), None), EnvironmentOutputError, r'missing_final_obs="'),
         (
             lambda: double_rewards(SyncVectorEnv([InPlaceInfoWalk] * ROWS, autoreset_mode=SAME_STEP)),

@@ -20,9 +20,9 @@ import torch
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import SharedMemoryVecEnv
+from tests.environments import Counting, Failing
 from tests.forks import result_in_fork
 from tests.sb3_ext.vec_checks import expect_error, no_workers
-from tests.sb3_ext.vec_test_envs import Counting, Failing
 
 IN_TORCHRL = "ParallelEnv, TorchRL's environments"
 # Kind and text of the error for each fault.
@@ -132,7 +132,7 @@ def test_faults_reach_the_caller(name: str, when: str, how: str, method: str) ->
     if kind == "timeout":
         assert any(part in text for part in ("does not even react to signals", "in fail", "in hang_in_c"))
     elif how not in ("SIGKILL", "os._exit"):
-        assert "vec_test_envs.py" in error.traceback
+        assert "environments.py" in error.traceback
         assert "in fail" in error.traceback
         assert error.traceback.splitlines()[-1] in text
     assert (repr(error.__cause__) == "ValueError('the rope has snapped')") == (how == "raise")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import pickle
@@ -23,6 +22,7 @@ from rl_ext_core.errors import WorkerError
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, episode_log
 from rl_ext_core.recording.capsule import read_capsule
 from rl_ext_core.vector import SharedMemoryVectorEnv
+from tests.environments import Failing
 
 ACTIONS = np.random.default_rng(0).integers(0, 2, (93, 3))
 
@@ -43,33 +43,18 @@ class Adjustable(gymnasium.Wrapper[Any, Any, Any, Any]):
         return (observation * self.scale + self.rng.normal()).astype(np.float32), *rest
 
 
-class Failing(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Wrapper that fails in one step of the first episode."""
-
-    def __init__(self, env: gymnasium.Env[Any, Any], kind: str) -> None:
-        super().__init__(env)
-        self.kind, self.count = kind, 0
-
-    def step(self, action: Any) -> Any:
-        self.count += 1
-        if self.count == 5:
-            if self.kind == "exception":
-                raise ValueError("planted")
-            ctypes.string_at(0)
-        return self.env.step(action)
-
-
 def make_env() -> Any:
     return Adjustable(gymnasium.make("CartPole-v1"))
 
 
-def make_failing_env(kind: str = "exception") -> Any:
-    return Failing(make_env(), kind)
+def make_failing_env(how: str = "raise") -> Any:
+    """Build an environment that fails in its fifth step and later ones."""
+    return Adjustable(Failing("step", how, after=4))
 
 
-def fail_in_a_worker(kind: str = "exception", **options: Any) -> str:
+def fail_in_a_worker(how: str = "raise", **options: Any) -> str:
     """Step until the second environment fails, and return the error's text."""
-    envs = SharedMemoryVectorEnv([make_env, lambda: make_failing_env(kind)], **options)
+    envs = SharedMemoryVectorEnv([lambda: make_failing_env(""), lambda: make_failing_env(how)], **options)
     envs.reset(seed=1)
     assert (envs._pool.episode_logs() == [None] * 2) == (options["recorder"] is False)
     for _ in range(4):
@@ -138,9 +123,9 @@ def test_workers_repeat_episodes_and_continue_them(name: str) -> None:
     other.close()
 
 
-@pytest.mark.parametrize("kind", ["exception", "signal"])
-def test_failure_of_a_worker_is_recorded_in_the_folder(kind: str, tmp_path: Path) -> None:
-    text = fail_in_a_worker(kind, recorder=tmp_path)
+@pytest.mark.parametrize(("how", "kind"), [("raise", "exception"), ("SIGSEGV", "signal")])
+def test_failure_of_a_worker_is_recorded_in_the_folder(how: str, kind: str, tmp_path: Path) -> None:
+    text = fail_in_a_worker(how, recorder=tmp_path)
     (path,) = tmp_path.iterdir()
     assert f"rl-ext replay {path}" in text
     capsule = read_capsule(path)
@@ -315,10 +300,11 @@ def test_call_that_raised_ends_the_log_until_the_next_reset() -> None:
     env.reset(seed=0)
     for _ in range(4):
         env.step(0)
-    with pytest.raises(ValueError, match="planted"):
+    with pytest.raises(ValueError, match="the rope has snapped"):
         env.step(0)
     log = env.episode_log()
     assert (log.steps, log.is_interrupted) == (5, True)
+    env.unwrapped._when = ""
     env.step(0)
     assert env.episode_log() is None
     env.reset()

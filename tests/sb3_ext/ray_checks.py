@@ -23,9 +23,9 @@ from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from sb3_ext import RayVecEnv, as_factory, make_vec_env
+from tests.environments import Counting, Failing, RandomEnv
 from tests.interrupts import interrupt_everywhere
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, rollout
-from tests.sb3_ext.vec_test_envs import Counting, Failing, RandomEnv
 
 Check = Callable[[], None]
 CHECKS: dict[str, Check] = {}
@@ -126,7 +126,7 @@ def exceptions_raise_worker_errors() -> None:
     for phase in ("constructor", "reset", "step", "close"):
         error = assert_fails(phase, "raise", "environment 1 of 3.*ValueError.'the rope has snapped'", phase)
         assert isinstance(error.__cause__, ValueError)
-        assert "vec_test_envs.py" in error.traceback
+        assert "environments.py" in error.traceback
         assert (error.seed, error.worker) == (None if phase == "constructor" else 41, 0)
     assert assert_fails("step", "raise what does not pickle", "UnpicklableError: a lock|UnpicklableError", "step").kind
     assert assert_fails("step", "sys.exit", "SystemExit", "step").kind == "exception"

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import pytest
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
+from stable_baselines3.common.vec_env import SubprocVecEnv
 
-import tests.core.factory.copying  # noqa: F401  # registers copies/Line-v0
 from sb3_ext import as_factory
 from tests.core.factory.main_script import CHECKS, DEFINITIONS
 from tests.launch_modes import LAUNCH_MODES, run_program
@@ -20,33 +18,6 @@ def make_changed_cart_pole() -> gym.Env[Any, Any]:
     env = gym.make("CartPole-v1", max_episode_steps=20)
     env.unwrapped.gravity = 5.0  # type: ignore[attr-defined]
     return env
-
-
-def make_changed_line() -> gym.Env[Any, Any]:
-    """Make ``Line`` with gymnasium's wrappers, and change a weight."""
-    env = gym.make("copies/Line-v0", max_episode_steps=20)
-    env.unwrapped.weights[0] = -3.0  # type: ignore[attr-defined]
-    return env
-
-
-def rollouts(venv: VecEnv) -> list[Any]:
-    """Take steps with all environments; return results with float32 rewards, without times."""
-    actions = np.random.default_rng(0)
-    venv.seed(3)
-    seen: list[Any] = [venv.reset()]
-    for _ in range(30):
-        observations, rewards, dones, infos = venv.step(actions.integers(2, size=venv.num_envs))
-        for info in infos:
-            info.get("episode", {}).pop("t", None)
-        seen += [observations, rewards.astype(np.float32), dones, infos]
-    venv.close()
-    return seen
-
-
-def test_copies_in_workers_match_environments_built_by_function() -> None:
-    theirs = rollouts(DummyVecEnv([make_changed_line] * 2))
-    ours = rollouts(SubprocVecEnv(as_factory(make_changed_line()).for_workers(2), start_method="fork"))
-    np.testing.assert_equal(ours, theirs)
 
 
 def test_worker_copies_have_attributes_of_instance_and_overrides() -> None:

@@ -28,9 +28,9 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.resources import usable_cores
 from rl_ext_core.vector import SharedMemoryVectorEnv, autoreset
 from sb3_ext import GymVecEnv, _compat, make_vec_env
+from tests.environments import OBSERVATIONS, RandomEnv, cart_pole
 from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import action_of, assert_equal, rollout
-from tests.sb3_ext.vec_test_envs import OBSERVATIONS, RandomEnv, cart_pole
 from tests.torchrl_ext.environments import IsaacByIds, SameStep, VectorRewards
 
 
@@ -241,15 +241,15 @@ def test_spaces_of_other_libraries_are_converted_and_observation_key_selects_one
 def test_methods_and_attributes_reach_sub_environments(kind: str) -> None:
     venv = GymVecEnv(make_vector_env(kind, Images, 3, AutoresetMode.SAME_STEP))
     venv.reset()
-    assert venv.env_method("double", 4, plus=1) == [9, 9, 9]
+    assert venv.env_method("twice", 4, plus=1) == [9, 9, 9]
     venv.set_attr("mark", 1, indices=[0, 2])
     assert venv.get_attr("mark") == [1, 0, 1]
     assert venv.get_attr("mark", indices=-1) == [1]
-    assert venv.env_method("double", 4, indices=1) == [8]
+    assert venv.env_method("twice", 4, indices=1) == [8]
     arguments = dict.fromkeys(("name", "required_attr", "args", "kwargs", "env", "base", "func"), 1)
     assert venv.env_method("return_arguments", **arguments) == [arguments] * 3
     assert venv.env_method("return_arguments", indices=[2, 0], **arguments) == [arguments] * 2
-    assert venv.has_attr("double")
+    assert venv.has_attr("twice")
     assert not venv.has_attr("missing")
     with pytest.raises(AttributeError):
         venv.get_attr("missing")

@@ -20,10 +20,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, WorkerError
 from sb3_ext import AutoVecEnv, EnvFactory, SharedMemoryVecEnv, as_factory, make_vec_env
 from tests.core.isolation.conftest import Variant, compiled, variant
-from tests.launch_modes import LAUNCH_MODES, run_program
-from tests.sb3_ext.test_multi_agent_vec_env import Race
-from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
-from tests.sb3_ext.vec_test_envs import (
+from tests.core.isolation.simulator import ReadsAFile, SaysIndependent
+from tests.environments import (
     Bounded,
     Counting,
     Failing,
@@ -32,6 +30,9 @@ from tests.sb3_ext.vec_test_envs import (
     build_and_record,
     cart_pole,
 )
+from tests.launch_modes import LAUNCH_MODES, run_program
+from tests.sb3_ext.test_multi_agent_vec_env import Race
+from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
 from tests.torchrl_ext.environments import BoxInfoWalk, InPlaceInfoWalk
 
 __all__ = ["compiled", "variant"]
@@ -360,14 +361,6 @@ def build_with_database(database: Any) -> Any:
     return Counting() if database else None
 
 
-class Scene(Counting):
-    """Environment that reads a file of the working directory at resets."""
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self.size = int(Path("assets/size.txt").read_text())
-        return super().reset(seed=seed)
-
-
 def fail_in_children(pid: int, how: str) -> Any:
     """Return an environment in the process ``pid``; raise an error in any other."""
     if os.getpid() != pid:
@@ -379,7 +372,7 @@ def fail_in_children(pid: int, how: str) -> Any:
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (Scene, "directory: 'assets/size.txt'"),
+        (ReadsAFile, "directory: 'world.txt'"),
         (functools.partial(fail_in_children, os.getpid(), "error"), "RuntimeError: the license is taken"),
         (functools.partial(fail_in_children, os.getpid(), "exit"), "SystemExit: 3"),
     ],
@@ -388,8 +381,7 @@ def test_environments_that_fail_in_probe_stay_in_this_process_with_one_warning(
     build: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "assets").mkdir()
-    (tmp_path / "assets" / "size.txt").write_text("3")
+    (tmp_path / "world.txt").touch()
     venv = make_vec_env(build, 2)
     assert isinstance(venv, DummyVecEnv)
     venv.reset()
@@ -397,12 +389,6 @@ def test_environments_that_fail_in_probe_stay_in_this_process_with_one_warning(
     assert len(caplog.records) == 1
     assert said in caplog.text
     assert 'use isolation="process"' in caplog.text
-
-
-class Declared(Counting):
-    """Environment that may share a process with others."""
-
-    metadata = {"isolation": "independent"}  # noqa: RUF012
 
 
 # Class, number of environments, arguments, sizes of the processes (None: in this one), and a part of the report.
@@ -448,16 +434,18 @@ def test_layout_is_chosen_and_reported(
 def test_options_that_only_processes_can_use_choose_processes(n_envs: int) -> None:
     for option in ({"restart": "truncate"}, {"step_timeout": 60.0}, {"close_timeout": 60}, {"n_workers": 1}):
         (name,) = option
-        venv: Any = make_vec_env(Declared, n_envs, vec_env_kwargs={"start_method": FAST, **option})
+        venv: Any = make_vec_env(SaysIndependent, n_envs, vec_env_kwargs={"start_method": FAST, **option})
         assert os.getpid() not in process_ids(venv)
         if name != "n_workers":
             assert f"because only processes can use {min(name, 'start_method')}=" in venv.isolation_report
         venv.close()
         with pytest.raises(InvalidArgumentError, match=rf'isolation="in-process" does not use \[.{name}'):
-            make_vec_env(Declared, n_envs, isolation="in-process", vec_env_kwargs=option)
+            make_vec_env(SaysIndependent, n_envs, isolation="in-process", vec_env_kwargs=option)
     for isolation in ("auto", "in-process"):
         options = {"restart": None, "step_timeout": None, "recorder": False}
-        assert isinstance(make_vec_env(Declared, n_envs, isolation=isolation, vec_env_kwargs=options), DummyVecEnv)
+        assert isinstance(
+            make_vec_env(SaysIndependent, n_envs, isolation=isolation, vec_env_kwargs=options), DummyVecEnv
+        )
 
 
 OF_THE_SCRIPT = """

@@ -12,8 +12,8 @@ import pytest
 
 from rl_ext_core.errors import InvalidArgumentError, MissingDependencyError
 from sb3_ext import RayVecEnv
+from tests.environments import Counting
 from tests.ray_scripts import run_ray_script
-from tests.sb3_ext.vec_test_envs import Counting
 
 SCRIPT = Path(__file__).with_name("ray_checks.py")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
@@ -434,17 +435,40 @@ class Ages(gymnasium.Wrapper):
         return observation, reward, terminated, truncated, info
 
 
+class Served(gymnasium.Wrapper):
+    """Environment with a port and a folder of its process, and a level that a helper shares."""
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        self.port, self.folder, self.level = random.SystemRandom().random(), tempfile.mkdtemp(), [0]
+        self.helper = functools.partial(self.level.append, 1)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:
+            self.helper()
+            self.port += 1
+            reward = float(reward) + len(self.level)
+        return observation, reward, terminated, truncated, info
+
+
 @pytest.mark.parametrize("isolation", ["in-process", pytest.param("process", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("wrap", "every"), [(normalized, 32), (functools.partial(Ages, what="length"), 160)])
-def test_attributes_that_last_over_episodes_continue(
+@pytest.mark.parametrize(
+    ("wrap", "every"), [(normalized, 32), (functools.partial(Ages, what="length"), 160), (Served, 64)]
+)
+def test_attributes_that_last_over_episodes_continue_and_those_of_the_process_stay(
     isolation: Any, wrap: Any, every: int, tmp_path: pathlib.Path
 ) -> None:
     def build() -> Any:
         return make_vec_env(lambda: wrap(gymnasium.make("CartPole-v1")), 2, 3, isolation=isolation)
 
-    envs = [build(), build()]
+    envs, names = [build(), build()], ("port", "folder") if wrap is Served else ()
     whole = ppo(envs[0]).learn(320, callback=ResumeCallback(tmp_path, every))
-    model = resume(tmp_path, envs[1])
+    before = [envs[1].get_attr(name) for name in names]
+    said = r"Environment \d: construction has set Served\.port otherwise"
+    with pytest.warns(UserWarning, match=said) if wrap is Served else contextlib.nullcontext():
+        model = resume(tmp_path, envs[1])
+    assert before == [envs[1].get_attr(name) for name in names]
     model.learn(320 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, every))
     assert_equal(state_of(whole), state_of(model))
     for env in envs:
@@ -536,40 +560,6 @@ def test_killed_process_leaves_a_save_and_a_living_one_keeps_its_folder(seconds:
         model.learn(64, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
     assert_equal(state_of(ppo(vec_env_of(cartpole)).learn(steps + 64)), state_of(model))
     assert not (tmp_path / "lock").exists()
-
-
-class Served(gymnasium.Wrapper):
-    """Environment with a port and a folder of its process, and a level that a helper shares."""
-
-    def __init__(self, env: gymnasium.Env) -> None:
-        super().__init__(env)
-        self.port, self.folder, self.level = random.SystemRandom().random(), tempfile.mkdtemp(), [0]
-        self.helper = functools.partial(self.level.append, 1)
-
-    def step(self, action: Any) -> Any:
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        if terminated or truncated:
-            self.helper()
-            self.port += 1
-            reward = float(reward) + len(self.level)
-        return observation, reward, terminated, truncated, info
-
-
-@pytest.mark.parametrize("kind", [DummyVecEnv, SharedMemoryVecEnv])
-def test_attributes_of_the_process_stay_and_shared_lists_are_filled(kind: Any, tmp_path: pathlib.Path) -> None:
-    def build() -> Any:
-        return kind([lambda: Monitor(Served(gymnasium.make("CartPole-v1")))])
-
-    envs = [build(), build()]
-    whole = ppo(envs[0]).learn(192, callback=ResumeCallback(tmp_path, 64))
-    before = [envs[1].get_attr(name) for name in ("port", "folder")]
-    with pytest.warns(UserWarning, match=r"Environment 0: construction has set Served\.port otherwise"):
-        model = resume(tmp_path, envs[1])
-    assert before == [envs[1].get_attr(name) for name in ("port", "folder")]
-    model.learn(192 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 64))
-    assert_equal(state_of(whole), state_of(model))
-    for env in envs:
-        env.close()
 
 
 class Stateful(BaseCallback):

@@ -15,8 +15,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import SharedMemoryVecEnv, VecEnvTimingCallback
+from tests.environments import Slow, cart_pole
 from tests.sb3_ext.vec_checks import FAST
-from tests.sb3_ext.vec_test_envs import Slow, cart_pole
 
 PPO_OPTIONS = {"n_steps": 16, "batch_size": 16, "n_epochs": 1}
 STEP, UPDATE = 5e-3, 30e-3  # seconds of a step of Slow, and of an update

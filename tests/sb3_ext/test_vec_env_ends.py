@@ -20,8 +20,8 @@ import pytest
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector.pool import Pool
 from sb3_ext import SharedMemoryVecEnv
+from tests.environments import Counting, Failing, Gated, Writing
 from tests.sb3_ext.vec_checks import FAST, no_workers, raise_interrupt_in
-from tests.sb3_ext.vec_test_envs import Counting, Failing, Gated
 
 ACTIONS = np.zeros(3, np.int64)
 PATIENCE_S = 60  # for conditions on a busy machine
@@ -112,25 +112,6 @@ def test_dropped_vec_env_closes_environments_and_descriptors(tmp_path: Path) -> 
     assert count_closed(tmp_path) == 8
 
 
-class Writing(Counting):
-    """Environment that writes a file after some seconds, in ``close`` or in a thread after it."""
-
-    def __init__(self, path: str, how: str, seconds: float) -> None:
-        super().__init__()
-        self._path, self._how, self._seconds = path, how, seconds
-
-    def _write(self) -> None:
-        """Write the file after some seconds."""
-        time.sleep(self._seconds)
-        Path(self._path).write_text("video")
-
-    def close(self) -> None:
-        if self._how == "close":
-            self._write()
-        else:
-            threading.Thread(target=self._write).start()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "seconds"), [("close", 6.5), ("thread", 1.5)])
 def test_close_waits_for_environments_by_default(how: str, seconds: float, tmp_path: Path) -> None:
@@ -144,17 +125,15 @@ def test_close_waits_for_environments_by_default(how: str, seconds: float, tmp_p
 
 
 def test_error_in_close_does_not_interrupt_other_environments(tmp_path: Path) -> None:
-    class Raising(Counting):
-        """Environment whose ``close`` raises an error."""
-
-        def close(self) -> None:
-            raise ValueError("no")
-
-    venv = SharedMemoryVecEnv([Raising, functools.partial(Writing, str(tmp_path / "video"), "close", 1)], FAST)
+    venv = SharedMemoryVecEnv(
+        [functools.partial(Failing, "close"), functools.partial(Writing, str(tmp_path / "video"), "close", 1)], FAST
+    )
     venv.reset()
-    with pytest.raises(WorkerError, match=r"environment 0 of 2, in close: raised ValueError\('no'\)") as found:
+    with pytest.raises(
+        WorkerError, match=r"environment 0 of 2, in close: raised ValueError\('the rope has snapped'\)"
+    ) as found:
         venv.close()
-    assert repr(found.value.__cause__) == "ValueError('no')"
+    assert repr(found.value.__cause__) == "ValueError('the rope has snapped')"
     assert (tmp_path / "video").exists()
 
 

@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,8 +30,8 @@ from rl_ext_core.recording.episode_log import LogMemory
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.channel import SpinWaiter, should_spin
 from sb3_ext import SharedMemoryVecEnv
+from tests.environments import Counting, Failing, Informing, RandomEnv, Returning, Writing
 from tests.sb3_ext.vec_checks import FAST, expect_error, no_workers
-from tests.sb3_ext.vec_test_envs import Counting, Failing, Informing, RandomEnv, Returning, Unpicklable
 
 ACTIONS = np.zeros(3, np.int64)
 
@@ -66,7 +67,7 @@ WRONG: list[tuple[Any, str, str]] = [
     ),
     (functools.partial(Informing, "reset", None), "reset", "reset() returned an info of type NoneType"),
     (functools.partial(Informing, "end", []), "step", "step() returned an info of type list"),
-    (Unpicklable, "step", "info['lock'] cannot be pickled"),
+    (lambda: Informing("step", {"fine": 1, "lock": threading.Lock()}), "step", "info['lock'] cannot be pickled"),
 ]
 
 
@@ -87,26 +88,15 @@ def test_exceptions_in_methods_leave_environments_usable() -> None:
     with pytest.raises(AttributeError, match="no_such_attribute"):
         venv.get_attr("no_such_attribute")
     with pytest.raises((TypeError, pickle.PicklingError), match="lock"):
-        venv.env_method("not_picklable", indices=1)
-    assert venv.env_method("double", 3) == [6, 6, 6]
+        venv.env_method("make_lock", indices=1)
+    assert venv.env_method("twice", 3) == [6, 6, 6]
     venv.reset()
     venv.step(ACTIONS)
     venv.close()
 
 
-class WritesAtTheEnd(Counting):
-    """Environment that writes its step count to a file when it is closed."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def close(self) -> None:
-        self._path.write_text(f"{self._count}")
-
-
 def test_close_completes_pending_step_and_later_calls_are_refused(tmp_path: Path) -> None:
-    venv = SharedMemoryVecEnv([functools.partial(WritesAtTheEnd, tmp_path / "count"), Counting], FAST)
+    venv = SharedMemoryVecEnv([functools.partial(Writing, tmp_path / "count"), Counting], FAST)
     venv.reset()
     venv.step_async(ACTIONS[:2])
     venv.close()
@@ -127,7 +117,7 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="a step is pending"):
         venv.step_async(ACTIONS)
     with pytest.raises(InvalidArgumentError, match="a step is pending"):
-        venv.env_method("double", 2)
+        venv.env_method("twice", 2)
     venv.step_wait()
     with pytest.raises(InvalidArgumentError, match="number of actions: 2, expected 3, one for each environment"):
         venv.step(ACTIONS[:2])

@@ -17,10 +17,10 @@ from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.vector import SharedMemoryVectorEnv, channel
 from rl_ext_core.vector.pool import Pool
 from sb3_ext import GymVecEnv, SharedMemoryVecEnv
+from tests.environments import Counting, Failing
 from tests.interrupts import interrupt_everywhere
 from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import FAST, no_workers, raise_interrupt_in
-from tests.sb3_ext.vec_test_envs import Counting, Failing
 
 CODE_PATHS = ("rl_ext_core/vector", "rl_ext_core/processes/watch", "sb3_ext/vec_env")
 ACTIONS = np.zeros(3, np.int64)
@@ -33,37 +33,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class World(Counting):
-    """Environment with methods to call, and images that show its step count."""
-
-    label = "new"
-
-    def count(self) -> int:
-        return self._count
-
-    def double(self, number: int) -> int:
-        return 2 * number
-
-    def large(self) -> bytes:
-        """Return more bytes than a pipe takes at once."""
-        return bytes(300_000)
-
-    def render(self) -> np.ndarray:
-        return np.full((2, 2, 3), self._count, np.uint8)
-
-    render_mode = "rgb_array"
-
-
 CALLS: dict[str, Callable[[VecEnv], Any]] = {
     "reset": lambda venv: venv.reset(),
     "step": lambda venv: venv.step(ACTIONS),
     "step with a list": lambda venv: venv.step([0, 0, 0]),  # type: ignore[arg-type]
     "step_async": lambda venv: venv.step_async(ACTIONS),
-    "env_method": lambda venv: venv.env_method("double", 3),
+    "env_method": lambda venv: venv.env_method("twice", 3),
     "large answers": lambda venv: venv.env_method("large"),
     "large arguments": lambda venv: venv.set_attr("label", "x" * 300_000),
     "get_images": lambda venv: venv.get_images(),
-    "env_is_wrapped": lambda venv: venv.env_is_wrapped(World),
+    "env_is_wrapped": lambda venv: venv.env_is_wrapped(Counting),
 }
 
 
@@ -85,7 +64,7 @@ def assert_equals_dummy(venv: VecEnv, model: VecEnv) -> None:
     for _ in range(2):
         for ours, theirs in zip(venv.step(ACTIONS), model.step(ACTIONS), strict=True):
             np.testing.assert_array_equal(ours, theirs)
-    assert venv.env_method("count") == [2, 2, 2]
+    assert venv.get_attr("_count") == [2, 2, 2]
 
 
 @pytest.mark.sample(ci=14)
@@ -96,7 +75,7 @@ def test_calls_after_interrupted_call_match_dummy_vec_env(
     call: str, options: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel, "should_spin", lambda num_workers: options == "spinning")
-    venv, model = SharedMemoryVecEnv([World] * 3, FAST, **OPTIONS[options]), DummyVecEnv([World] * 3)
+    venv, model = SharedMemoryVecEnv([Counting] * 3, FAST, **OPTIONS[options]), DummyVecEnv([Counting] * 3)
 
     def prepare() -> Callable[[], Any]:
         assert_equals_dummy(venv, model)
@@ -107,13 +86,13 @@ def test_calls_after_interrupted_call_match_dummy_vec_env(
         seen += 1
         # The next call must see the environments as the interrupted call left them.
         then = seen % 4
-        if then == 0 and (found := call_or_none(lambda: venv.env_method("count"))) is not None:
+        if then == 0 and (found := call_or_none(lambda: venv.get_attr("_count"))) is not None:
             assert set(found) <= {0, 2, 3}, where
         elif then == 1 and (step := call_or_none(lambda: venv.step(ACTIONS))) is not None:
-            assert step[0][:, 0].tolist() == venv.env_method("count"), where
+            assert step[0][:, 0].tolist() == venv.get_attr("_count"), where
         elif then == 2 and venv.waiting:
-            assert venv.step_wait()[0][:, 0].tolist() == venv.env_method("count"), where
-        elif then == 3 and (found := call_or_none(lambda: venv.env_method("double", 8))) is not None:
+            assert venv.step_wait()[0][:, 0].tolist() == venv.get_attr("_count"), where
+        elif then == 3 and (found := call_or_none(lambda: venv.env_method("twice", 8))) is not None:
             assert found == [16] * 3, where
     assert_equals_dummy(venv, model)
     assert seen > 20 // every
@@ -131,7 +110,7 @@ def test_second_close_completes_interrupted_close(options: str, begun: bool, eve
     made: list[SharedMemoryVecEnv] = []
 
     def prepare() -> Callable[[], Any]:
-        made.append(SharedMemoryVecEnv([World] * 2, FAST, **OPTIONS[options]))
+        made.append(SharedMemoryVecEnv([Counting] * 2, FAST, **OPTIONS[options]))
         made[-1].reset()
         if begun:
             made[-1].step_async(ACTIONS[:2])
@@ -153,7 +132,7 @@ def test_second_close_completes_interrupted_close(options: str, begun: bool, eve
 @denser
 def test_interrupted_start_leaves_no_workers(every: int) -> None:
     def prepare() -> Callable[[], Any]:
-        return lambda: SharedMemoryVecEnv([World] * 2, FAST).close()
+        return lambda: SharedMemoryVecEnv([Counting] * 2, FAST).close()
 
     for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):
         assert no_workers(), where

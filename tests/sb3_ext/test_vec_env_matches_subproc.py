@@ -22,8 +22,8 @@ from stable_baselines3.common.vec_env import (
 )
 
 from sb3_ext.vec_env import SharedMemoryVecEnv
+from tests.environments import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, Returning
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, open_vec_env_pair, rollout
-from tests.sb3_ext.vec_test_envs import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, Returning
 from tests.worker_servers import cold_server
 
 
@@ -54,7 +54,7 @@ def draw_call(rng: np.random.Generator, space: spaces.Space[Any], n_envs: int) -
         lambda venv: (venv.set_options(options), venv.reset(), venv.reset_infos, venv.reset(), venv.reset_infos),
         lambda venv: venv.set_attr("label", values, indices=indices),
         lambda venv: venv.get_attr(name, indices=indices),
-        lambda venv: venv.env_method("double", number, plus=1, indices=indices),
+        lambda venv: venv.env_method("twice", number, plus=1, indices=indices),
         lambda venv: venv.env_is_wrapped(kind, indices=indices),
         lambda venv: [
             venv.has_attr(each) for each in ("label", "given", "nothing") if hasattr(SubprocVecEnv, "has_attr")

@@ -18,8 +18,8 @@ from gymnasium import spaces
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from sb3_ext import as_factory
 from sb3_ext.vec_env import SharedMemoryVecEnv
+from tests.environments import Counting, Failing, FailingOnce, RandomEnv
 from tests.sb3_ext.vec_checks import FAST, no_workers
-from tests.sb3_ext.vec_test_envs import Counting, Failing, FailingOnce, RandomEnv
 
 RESTARTING: dict[str, Any] = {"restart": "truncate", "step_timeout": 60.0}
 

@@ -317,7 +317,7 @@ class IsaacByIds(Isaac):
 
 
 class ManiSkill(Isaac):
-    """``Isaac`` with ManiSkill's partial resets by an option."""
+    """``Isaac`` with ManiSkill's partial resets by an option, infos in all steps, and last infos as ``final_info``."""
 
     __module__ = "mani_skill.envs.sapien_env"
 
@@ -326,13 +326,29 @@ class ManiSkill(Isaac):
         self.cfg.auto_reset = int(auto_reset is True)  # not a boolean, since only mjlab's setting is one
         if auto_reset is not None:
             self.auto_reset = auto_reset  # as in its vector wrapper
+        self.single_observation_space = self.single_observation_space["policy"]
+        self.observation_space = self.observation_space["policy"]
+
+    def _report(self) -> dict[str, Any]:
+        return {"age": self.steps.clone(), "number": self.episodes.clone()}
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         rows = (options or {}).get("env_idx")
         if rows is None:
-            return super().reset(seed)
-        self._reset_rows(rows)
-        return {"policy": self.state}, self.extras
+            super().reset(seed)
+        else:
+            self._reset_rows(rows)
+        return self.state, self._report()
+
+    def step(self, action: Any) -> Any:
+        self.extras = {}
+        last = {"age": self.steps + 1, "number": self.episodes.clone()}
+        observation, *rest, info = super().step(action)
+        info, done = info | self._report(), rest[1] | rest[2]
+        if self.cfg.auto_reset and done.any():
+            info["final_observation"] = info.pop("final_obs")["policy"]
+            info |= {"final_info": last, "_final_info": done, "_final_observation": done}
+        return observation["policy"], *rest, info
 
 
 class SameStep:

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.environments import EVENT_LOG
 from tests.leaks import ignore_running_processes, running_workers
-from tests.torchrl_ext.parallel_environments import EVENT_LOG
 
 ROOT = Path(__file__).resolve().parents[2]
 

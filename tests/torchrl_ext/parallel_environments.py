@@ -1,4 +1,4 @@
-"""Environments for the tests of ``ParallelEnv``, which log events or fail in many ways."""
+"""Environments for the tests of ``ParallelEnv``: of TorchRL, and one that reports its devices."""
 
 from __future__ import annotations
 
@@ -6,63 +6,14 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
-import gymnasium
-import numpy as np
 import torch
-from gymnasium import spaces
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torchrl.data import Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
-from tests.sb3_ext import vec_test_envs
-
-# Environment variable with the path of the log.
-EVENT_LOG = "RL_EXT_TEST_EVENT_LOG"
-
-
-def log_event(event: str) -> None:
-    if EVENT_LOG in os.environ:
-        with Path(os.environ[EVENT_LOG]).open("a") as file:
-            file.write(f"{os.getpid()} {event}\n")
-
-
-def count_events(event: str, *, in_this_process: bool) -> int:
-    """Count how often this process, or all others together, logged an event."""
-    entries = [line.split() for line in Path(os.environ[EVENT_LOG]).read_text().splitlines()]
-    return sum(1 for pid, entry in entries if entry == event and (int(pid) == os.getpid()) == in_this_process)
-
-
-class Well(gymnasium.Env[Any, Any]):
-    """Environment that logs its calls, and observes its fixed depth, the step and a random number."""
-
-    observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, depth: float = 10.0) -> None:
-        log_event("built")
-        self.depth = depth
-
-    def _observation(self) -> np.ndarray[Any, Any]:
-        """Return the depth, the step and a random number."""
-        return np.array([self.depth, self.count, self.np_random.normal()], np.float32)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        log_event("reset")
-        self.count = 0
-        return self._observation(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        log_event("stepped")
-        self.count += 1
-        return self._observation(), float(action), self.count == 7, False, {}
-
-    def close(self) -> None:
-        log_event("closed")
-
+from tests.environments import Counting, log_event
 
 DEVICE_VARIABLES = ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID", "PYOPENGL_PLATFORM")
 
@@ -72,7 +23,7 @@ def variables() -> list[str | None]:
     return [os.environ.get(name) for name in DEVICE_VARIABLES]
 
 
-class DeviceReporting(Well):
+class DeviceReporting(Counting):
     """Environment that reports the variables that select its devices."""
 
     def __init__(self, device: str = "none") -> None:
@@ -84,47 +35,6 @@ class DeviceReporting(Well):
         """Return variables at construction and now, the backend that mujoco read, and the device."""
         context = sys.modules.get("mujoco.rendering.classic.gl_context")
         return [self.at_construction, variables(), getattr(context, "_MUJOCO_GL", "not imported"), self.device_given]
-
-
-class Failing(Well):
-    """Environment that fails on a given occasion in a given way."""
-
-    def __init__(self, when: str = "", how: str = "raise") -> None:
-        self.when, self.how = when, how
-        super().__init__()
-        self._fail_if_due("constructor")
-
-    def _fail_if_due(self, occasion: str) -> None:
-        if occasion == self.when and self.how:
-            vec_test_envs.fail(self.how)
-
-    def reset(self, **kwargs: Any) -> Any:
-        result = super().reset(**kwargs)
-        self._fail_if_due("reset")
-        return result
-
-    def step(self, action: Any) -> Any:
-        result = super().step(action)
-        if self.count == 3:
-            self._fail_if_due("step")
-        return result
-
-    def fetch(self, litres: int = 1, **_: Any) -> int:
-        """Return twice the number, or fail if methods are to fail."""
-        self._fail_if_due("method")
-        return 2 * litres
-
-    def make_lock(self) -> Any:
-        """Return a lock, which cannot be pickled."""
-        return threading.Lock()
-
-    def return_unreadable(self) -> Any:
-        """Return an error that cannot be unpickled, if methods are to fail."""
-        return vec_test_envs.NeedsArgumentsError("one", "two") if self.when == "method" else None
-
-    def close(self) -> None:
-        super().close()
-        self._fail_if_due("close")
 
 
 class NativeEnv(EnvBase):

@@ -124,8 +124,8 @@ def test_autoreset_mode_is_read_from_argument_config_or_attribute() -> None:
 def test_maniskill_without_its_vector_wrapper_is_reset_by_row() -> None:
     env = GymWrapper(ManiSkill(auto_reset=None)).append_transform(StepCounter(4))
     rollout = env.rollout(15, break_when_any_done=False)
-    assert torch.equal(rollout["policy"][..., 2], rollout["step_count"].squeeze(-1))
-    assert is_consecutive(rollout, "policy")
+    assert torch.equal(rollout["observation"][..., 2], rollout["step_count"].squeeze(-1))
+    assert is_consecutive(rollout, "observation")
 
 
 def test_environments_without_partial_resets_are_detected() -> None:

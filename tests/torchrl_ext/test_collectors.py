@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from torchrl.collectors import Collector, MultiSyncCollector
 
+from tests.environments import Counting, count_events
 from tests.ray_scripts import run_ray_script
 from tests.torchrl_ext import collector_script as script
 from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
-from tests.torchrl_ext.parallel_environments import Well, count_events
 from torchrl_ext import ParallelEnv, as_factory
 
 __all__ = ["event_log", "no_workers_left"]
@@ -84,12 +84,12 @@ def collect_all(collector: Any) -> Any:
 
 
 def test_collector_runs_a_parallel_env_and_closes_its_workers(event_log: Any) -> None:
-    first, second = collect_all(Collector(ParallelEnv(2, Well(4.0), seed=0), frames_per_batch=20, total_frames=40))
-    assert first.shape == second.shape == (2, 10)
+    first, second = collect_all(Collector(ParallelEnv(2, Counting(4.0), seed=0), frames_per_batch=24, total_frames=48))
+    assert first.shape == second.shape == (2, 12)
     observations = first["observation"]
-    assert observations[..., 0].unique().tolist() == [4.0]
-    assert observations[0, :, 1].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
-    assert (observations[0, :, 2] != observations[1, :, 2]).all()
+    assert observations[..., 2].unique().tolist() == [4.0]
+    assert observations[0, :, 0].tolist() == [*range(10), 0, 1]
+    assert (observations[0, :, 1] != observations[1, :, 1]).all()
     assert count_events("reset", in_this_process=True) == 0
     assert not workers_left()
 
@@ -99,12 +99,12 @@ def test_collector_runs_a_parallel_env_and_closes_its_workers(event_log: Any) ->
 def test_collector_processes_start_and_close_their_own_parallel_envs(
     make: Callable[[Any], Any], event_log: Any
 ) -> None:
-    source = make(as_factory(Well(4.0)))
+    source = make(as_factory(Counting(4.0)))
     before = count_events("built", in_this_process=True)
     collector = MultiSyncCollector([source] * 2, frames_per_batch=40, total_frames=80, cat_results="stack")
     first, _ = collect_all(collector)
-    assert first["observation"][..., 0].unique().tolist() == [4.0]
-    drawn = first["observation"][..., 0, 2].flatten().tolist()
+    assert first["observation"][..., 2].unique().tolist() == [4.0]
+    drawn = first["observation"][..., 0, 1].flatten().tolist()
     assert len(set(drawn)) == 4
     assert count_events("built", in_this_process=True) == before
     assert not workers_left()

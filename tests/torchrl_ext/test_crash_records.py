@@ -11,8 +11,8 @@ from torchrl.envs import Compose, RewardSum, Transform, TransformedEnv
 from rl_ext_core.cli import main
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.recording.capsule import read_capsule
+from tests.environments import Counting, Failing
 from tests.torchrl_ext.parallel_checks import no_workers_left
-from tests.torchrl_ext.parallel_environments import Failing, Well
 from torchrl_ext import GymWrapper, ParallelEnv
 
 __all__ = ["no_workers_left"]
@@ -27,13 +27,13 @@ class FailingTransform(Transform):
     """Transform that fails in its third step."""
 
     def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
-        if next_tensordict["observation"][1] == 3:
+        if next_tensordict["observation"][0] == 3:
             raise ValueError("the transform fails")
         return next_tensordict
 
 
 def make_with_failing_transform() -> Any:
-    return TransformedEnv(GymWrapper(Well()), Compose(FailingTransform()))
+    return TransformedEnv(GymWrapper(Counting()), Compose(FailingTransform()))
 
 
 def crash(env: ParallelEnv) -> WorkerError:

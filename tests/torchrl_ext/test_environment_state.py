@@ -16,9 +16,10 @@ from torchrl.envs import GymEnv as UpstreamGymEnv
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.recording import EpisodeRecorder
 from tests import programs
+from tests.environments import Counting
 from tests.torchrl_ext import resume_script
 from tests.torchrl_ext.parallel_checks import ROOT, no_workers_left
-from tests.torchrl_ext.parallel_environments import NativeEnv, Well
+from tests.torchrl_ext.parallel_environments import NativeEnv
 from torchrl_ext import EnvironmentState, GymEnv, GymWrapper, ParallelEnv
 
 __all__ = ["no_workers_left"]
@@ -44,12 +45,12 @@ def test_killed_runs_continue_with_the_same_weights(kind: str, tmp_path: Path) -
 
 def make_recorded(env: Any = None) -> GymWrapper:
     """Build a recorded environment."""
-    return GymWrapper(EpisodeRecorder(Well() if env is None else env))
+    return GymWrapper(EpisodeRecorder(Counting() if env is None else env))
 
 
-def make_well() -> GymWrapper:
+def make_counting() -> GymWrapper:
     """Build an environment for a worker, which records it."""
-    return GymWrapper(Well())
+    return GymWrapper(Counting())
 
 
 class Noise(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -88,11 +89,11 @@ def test_environments_in_workers_that_are_not_recorded_are_refused() -> None:
 
 
 def test_environments_that_are_not_deterministic_are_refused() -> None:
-    env = make_recorded(Noise(Well()))
+    env = make_recorded(Noise(Counting()))
     env.rollout(3)
     state = EnvironmentState(env).state_dict()
     with pytest.raises(InvalidArgumentError, match=r"environment 0 is not deterministic: .* step 1 .*load_state_dict"):
-        EnvironmentState(make_recorded(Noise(Well()))).load_state_dict(state)
+        EnvironmentState(make_recorded(Noise(Counting()))).load_state_dict(state)
 
 
 def test_environments_without_a_record_are_refused() -> None:
@@ -116,10 +117,10 @@ def make_transformed(*transforms: Any) -> TransformedEnv:
 @pytest.mark.parametrize(
     ("make", "make_other", "match"),
     [
-        (make_recorded, lambda: ParallelEnv(2, make_well), r"is ParallelEnv\(2, .*: expected a single environment"),
+        (make_recorded, lambda: ParallelEnv(2, make_counting), r"is ParallelEnv\(2, .*: expected a single environment"),
         (
-            lambda: ParallelEnv(1, make_well),
-            lambda: ParallelEnv(2, make_well),
+            lambda: ParallelEnv(1, make_counting),
+            lambda: ParallelEnv(2, make_counting),
             r"Env\(2, .*: expected ParallelEnv\(1, ",
         ),
         (
@@ -133,9 +134,9 @@ def make_transformed(*transforms: Any) -> TransformedEnv:
             r"is Compose\(StepCounter\): expected Compose\(StepCounter, RewardSum\)",
         ),
         (
-            lambda: make_recorded(Noise(Well())),
+            lambda: make_recorded(Noise(Counting())),
             make_recorded,
-            "is GymWrapper of Well: expected GymWrapper of Noise of ",
+            "is GymWrapper of Counting: expected GymWrapper of Noise of ",
         ),
     ],
 )
@@ -145,7 +146,7 @@ def test_states_of_environments_that_were_built_otherwise_are_refused(make: Any,
     before = other.rollout(3, break_when_any_done=False)[..., -1]
     with pytest.raises(InvalidArgumentError, match=match):
         EnvironmentState(other).load_state_dict(EnvironmentState(env).state_dict())
-    assert other.step(before["next"].set("action", before["action"]))["next", "observation"][..., 1].eq(4).all()
+    assert other.step(before["next"].set("action", before["action"]))["next", "observation"][..., 0].eq(4).all()
     env.close()
     other.close()
 
@@ -176,7 +177,7 @@ def test_state_of_a_collector_is_refused_by_other_sources() -> None:
 
 
 def test_environments_in_workers_that_were_not_reset() -> None:
-    envs = [ParallelEnv(1, make_well) for _ in range(2)]
+    envs = [ParallelEnv(1, make_counting) for _ in range(2)]
     with pytest.raises(InvalidArgumentError, match=r"ParallelEnv are closed, or were not reset: .* Call env.reset\(\)"):
         EnvironmentState(envs[0]).state_dict()
     last = envs[0].rollout(3)[:, -1]

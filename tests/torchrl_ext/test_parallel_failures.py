@@ -16,9 +16,9 @@ import torch
 from torchrl.envs import RewardSum, TransformedEnv
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from tests.environments import Counting, Failing
 from tests.leaks import running_workers
 from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
-from tests.torchrl_ext.parallel_environments import Failing, Well
 from torchrl_ext import GymWrapper, ParallelEnv
 
 __all__ = ["event_log", "no_workers_left"]
@@ -36,7 +36,7 @@ def transformed(env: Any) -> TransformedEnv:
 def make_failing_pair(when: str, how: str = "raise", *, in_torchrl: bool = False) -> ParallelEnv:
     """Make a ParallelEnv of two workers, of which the second fails."""
     wrap = transformed if in_torchrl else GymWrapper
-    return ParallelEnv(2, [lambda: wrap(Well()), lambda: wrap(Failing(when, how))])
+    return ParallelEnv(2, [lambda: wrap(Counting()), lambda: wrap(Failing(when, how))])
 
 
 def pids(env: ParallelEnv) -> list[int]:
@@ -93,7 +93,7 @@ def test_result_that_cannot_be_unpickled_does_not_corrupt_the_next_one() -> None
     env.reset()
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         env.return_unreadable()
-    assert env.fetch(litres=4) == [8, 8]
+    assert env.twice(number=4) == [8, 8]
     with expect_worker_error(env) as caught:
         env.make_lock()
     assert "cannot pickle '_thread.lock' object" in str(caught.value)
@@ -101,14 +101,14 @@ def test_result_that_cannot_be_unpickled_does_not_corrupt_the_next_one() -> None
 
 
 def test_errors_in_the_parent_process_keep_the_workers() -> None:
-    env = ParallelEnv(2, Well)
+    env = ParallelEnv(2, Counting)
     td = env.reset()
     before = pids(env)
     with pytest.raises(InvalidArgumentError, match="shape"):
         env.step(td.set("action", torch.zeros(2, 5, dtype=torch.int64)))
     with pytest.raises((pickle.PicklingError, TypeError, AttributeError)):
-        env.fetch(threading.Lock())
-    assert env.rollout(3)["observation"][0, :, 1].tolist() == [0.0, 1.0, 2.0]
+        env.twice(threading.Lock())
+    assert env.rollout(3)["observation"][0, :, 0].tolist() == [0.0, 1.0, 2.0]
     assert pids(env) == before
     env.close()
 

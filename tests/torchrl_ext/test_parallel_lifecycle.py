@@ -21,10 +21,10 @@ from torchrl.envs import GymEnv, RewardSum, TransformedEnv
 from torchrl.envs import ParallelEnv as Upstream
 
 from rl_ext_core.errors import NotCopyableError, WorkerError
+from tests.environments import Counting, Failing, count_events
 from tests.interrupts import interrupt_at
 from tests.leaks import running_workers
 from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
-from tests.torchrl_ext.parallel_environments import Failing, Well, count_events
 from torchrl_ext import GymWrapper, ParallelEnv
 
 __all__ = ["event_log", "no_workers_left"]
@@ -52,7 +52,7 @@ def test_close_ends_workers_and_closes_environments(event_log: Any) -> None:
 @pytest.mark.sample
 @pytest.mark.parametrize(
     ("source", "dumps"),
-    [(lambda: GymWrapper(Well()), pickle.dumps), (Well(4.0), cloudpickle.dumps)],
+    [(lambda: GymWrapper(Counting()), pickle.dumps), (Counting(4.0), cloudpickle.dumps)],
     ids=["lambda", "instance"],
 )
 def test_pickling_closes_the_environment_and_the_copy_starts_new_workers(
@@ -81,7 +81,7 @@ def test_environments_are_closed_when_another_one_fails(how: str, event_log: Pat
     assert count_events("closed", in_this_process=False) - before == 3
 
 
-class SlowToClose(Well):
+class SlowToClose(Counting):
     """Environment that takes as long to close as its depth says."""
 
     def close(self) -> None:
@@ -105,9 +105,9 @@ def make_cartpole() -> GymEnv:
     return GymEnv("CartPole-v1")
 
 
-def make_well() -> GymWrapper:
-    """Make a wrapped Well."""
-    return GymWrapper(Well())
+def make_counting() -> GymWrapper:
+    """Make a wrapped Counting."""
+    return GymWrapper(Counting())
 
 
 # Environments that start processes of their own.
@@ -134,7 +134,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "reset": lambda env: env.reset(),
     "step": lambda env: env.step(env.rand_action(env.reset())),
     "step_and_maybe_reset": lambda env: env.step_and_maybe_reset(env.rand_action(env.reset())),
-    "method": lambda env: env.fetch(litres=2),
+    "method": lambda env: env.twice(number=2),
     "state": lambda env: env.load_state_dict(env.state_dict()),
     "close": lambda env: env.close(),
 }
@@ -157,7 +157,7 @@ def test_ctrl_c_at_any_line_leaves_a_usable_environment(call: str, every: int, i
         said = continue_without_reset(env, stepping=at % 2 == 1 and not env.is_closed)
         assert said == "" or "interrupted" in said or "closed/non started" in said, where
         data = env.rollout(3, break_when_any_done=False)
-        assert data["next", "observation"][..., 1].tolist() == [[1, 2, 3]] * 2, where
+        assert data["next", "observation"][..., 0].tolist() == [[1, 2, 3]] * 2, where
         assert len(running_workers()) == 2, where
         at += every
     env.close(raise_if_closed=False)
@@ -167,14 +167,14 @@ def test_ctrl_c_at_any_line_leaves_a_usable_environment(call: str, every: int, i
 def continue_without_reset(env: ParallelEnv, *, stepping: bool) -> str:
     """Step or call a method without a reset, and return the error's text."""
     try:
-        env.step(env.fake_tensordict()) if stepping else env.fetch()
+        env.step(env.fake_tensordict()) if stepping else env.method()
     except RuntimeError as error:
         return str(error)
     return ""
 
 
 def test_shallow_copies_are_refused() -> None:
-    env = ParallelEnv(2, Well)
+    env = ParallelEnv(2, Counting)
     env.reset()
     with pytest.raises(NotCopyableError, match=r"share the workers.*Use ParallelEnv\(2, create_env_fn\)"):
         copy.copy(env)
@@ -186,7 +186,7 @@ def test_shallow_copies_are_refused() -> None:
 
 
 def test_only_the_caller_resets_and_steps_an_environment(event_log: Path) -> None:
-    env = ParallelEnv(1, make_well)
+    env = ParallelEnv(1, make_counting)
     assert event_log.read_text().count("reset") == 0
     env.rollout(3, auto_reset=False, tensordict=env.reset())
     env.close()
@@ -199,7 +199,7 @@ def test_only_the_caller_resets_and_steps_an_environment(event_log: Path) -> Non
 @slow
 def test_memory_warning_appears_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_ext_core.resources.available_memory", lambda: 10**6)
-    env = ParallelEnv(2, Well)
+    env = ParallelEnv(2, Counting)
     with caplog.at_level(logging.WARNING, logger="torchrl_ext"):
         for _ in range(2):
             env.rollout(3, break_when_any_done=False)

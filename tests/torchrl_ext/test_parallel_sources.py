@@ -25,9 +25,10 @@ from rl_ext_core.errors import (
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.compare import run_in_subprocess
 from rl_ext_core.factory.walk import fingerprint
+from tests.environments import Counting, count_events
 from tests.leaks import running_workers
 from tests.torchrl_ext.parallel_checks import event_log, no_workers_left
-from tests.torchrl_ext.parallel_environments import NativeEnv, Well, count_events
+from tests.torchrl_ext.parallel_environments import NativeEnv
 from torchrl_ext import GymWrapper, ParallelEnv, as_factory
 from torchrl_ext.parallel.plan import WorkerPlan
 
@@ -40,46 +41,46 @@ EVENTS = ("built", "reset", "stepped", "closed")
 
 def observed_depths(env: ParallelEnv) -> list[float]:
     """Return the depth that each worker observes."""
-    return env.rollout(3)["observation"][:, 0, 0].tolist()
+    return env.rollout(3)["observation"][:, 0, 2].tolist()
 
 
-def make_changed_well(depth: float = 3.0) -> Well:
-    """Make a ``Well`` whose depth is changed after its construction."""
-    well = Well()
-    well.depth = depth
-    return well
+def make_changed_counting(depth: float = 3.0) -> Counting:
+    """Make a ``Counting`` whose depth is changed after its construction."""
+    source = Counting()
+    source.depth = depth
+    return source
 
 
-def make_transformed_well(depth: float = 3.0) -> TransformedEnv:
-    """Make a ``Well`` with transforms, whose depth is changed after its construction."""
-    env = TransformedEnv(GymWrapper(Well()), RewardSum())
+def make_transformed_counting(depth: float = 3.0) -> TransformedEnv:
+    """Make a ``Counting`` with transforms, whose depth is changed after its construction."""
+    env = TransformedEnv(GymWrapper(Counting()), RewardSum())
     env.base_env._env.depth = depth
     env.append_transform(StepCounter(5))
     return env
 
 
-def make_stacked_well() -> TransformedEnv:
+def make_stacked_counting() -> TransformedEnv:
     """Make an environment with CatFrames, whose buffer is uninitialized before a reset."""
-    return TransformedEnv(GymWrapper(make_changed_well()), CatFrames(1, dim=-1, in_keys=["observation"]))
+    return TransformedEnv(GymWrapper(make_changed_counting()), CatFrames(1, dim=-1, in_keys=["observation"]))
 
 
-def make_well(depth: float = 3.0) -> GymWrapper:
-    """Make a wrapped ``Well``."""
-    return GymWrapper(Well(depth))
+def make_counting(depth: float = 3.0) -> GymWrapper:
+    """Make a wrapped ``Counting``."""
+    return GymWrapper(Counting(depth))
 
 
 SOURCES: dict[str, Any] = {
-    "an instance": make_changed_well,
-    "an instance of TorchRL's": lambda: GymWrapper(make_changed_well()),
-    "a transformed instance": make_transformed_well,
-    "an instance with unused CatFrames": make_stacked_well,
-    "a function": lambda: make_well,
-    "a lambda": lambda: lambda: GymWrapper(Well(3.0)),
-    "a partial": lambda: functools.partial(Well, 3.0),
-    "a factory": lambda: as_factory(make_changed_well()),
-    "a list of functions": lambda: [make_well, lambda: Well(3.0)],
-    "a list of instances": lambda: [make_changed_well(), make_changed_well()],
-    "a list of one instance": lambda: [make_changed_well()] * 2,
+    "an instance": make_changed_counting,
+    "an instance of TorchRL's": lambda: GymWrapper(make_changed_counting()),
+    "a transformed instance": make_transformed_counting,
+    "an instance with unused CatFrames": make_stacked_counting,
+    "a function": lambda: make_counting,
+    "a lambda": lambda: lambda: GymWrapper(Counting(3.0)),
+    "a partial": lambda: functools.partial(Counting, 3.0),
+    "a factory": lambda: as_factory(make_changed_counting()),
+    "a list of functions": lambda: [make_counting, lambda: Counting(3.0)],
+    "a list of instances": lambda: [make_changed_counting(), make_changed_counting()],
+    "a list of one instance": lambda: [make_changed_counting()] * 2,
 }
 FORMS_FOR_OTHER_METHODS = ("a transformed instance", "a lambda")
 
@@ -111,7 +112,7 @@ def make_with_import() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("source", "is_needed"), [(lambda: make_with_import(), True), (make_with_import, True), (Well, False)]
+    ("source", "is_needed"), [(lambda: make_with_import(), True), (make_with_import, True), (Counting, False)]
 )
 def test_torchrl_is_imported_once_for_workers_that_need_it(source: Any, is_needed: bool) -> None:
     plan = WorkerPlan(source, 2)
@@ -120,7 +121,7 @@ def test_torchrl_is_imported_once_for_workers_that_need_it(source: Any, is_neede
 
 
 @pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.parametrize("make", [make_well, make_changed_well, NativeEnv, make_transformed_well])
+@pytest.mark.parametrize("make", [make_counting, make_changed_counting, NativeEnv, make_transformed_counting])
 def test_instances_stay_unchanged_and_usable(make: Any, event_log: Path) -> None:
     instance = make()
     instance.reset()
@@ -132,8 +133,8 @@ def test_instances_stay_unchanged_and_usable(make: Any, event_log: Path) -> None
     gc.collect()
     assert before.differences(fingerprint(instance)) == []
     assert count_events("closed", in_this_process=True) == 0
-    if isinstance(instance, Well):
-        assert instance.step(0)[0][1] == 1
+    if isinstance(instance, Counting):
+        assert instance.step(0)[0][0] == 1
     else:
         assert instance.rollout(2).shape == (2,)
 
@@ -145,9 +146,9 @@ def test_instance_is_compared_with_its_copy_once(monkeypatch: pytest.MonkeyPatch
         "rl_ext_core.factory.compare.run_in_subprocess",
         lambda *args, **kwargs: asked.append(1) or run_in_subprocess(*args, **kwargs),
     )
-    ParallelEnv(2, make_changed_well())
+    ParallelEnv(2, make_changed_counting())
     assert len(asked) == 1
-    factory = as_factory(make_changed_well())
+    factory = as_factory(make_changed_counting())
     asked.clear()
     ParallelEnv(2, factory)
     assert asked == []
@@ -157,7 +158,7 @@ def test_each_worker_gets_only_its_own_factory(monkeypatch: pytest.MonkeyPatch) 
     """With all factories for each worker, the start of N workers would take N² pickles."""
     pickled, reduce = [], EnvFactory.__reduce__
     monkeypatch.setattr(EnvFactory, "__reduce__", lambda factory: pickled.append(factory) or reduce(factory))
-    env = ParallelEnv(4, as_factory(make_changed_well()), seed=0)
+    env = ParallelEnv(4, as_factory(make_changed_counting()), seed=0)
     env.reset()
     assert len(pickled) == 4
     env.close()
@@ -204,22 +205,22 @@ def test_environments_with_other_specs_are_refused(other: Any) -> None:
 # -- overrides
 
 
-def make_well_of_width(width: float) -> Well:
-    """Make a Well; its only argument is named width."""
-    return Well(width)
+def make_counting_of_width(width: float) -> Counting:
+    """Make a Counting; its only argument is named width."""
+    return Counting(width)
 
 
 OVERRIDDEN: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
-    "arguments": (lambda **kwargs: Well(**kwargs), {"overrides": [{"depth": 1.0}, {"depth": 2.0}]}, [1.0, 2.0]),
-    "attributes": (make_changed_well, {"overrides": [{"depth": 1.0}, {"depth": 2.0}]}, [1.0, 2.0]),
-    "classes": ([Well, make_well_of_width], {"overrides": [{"depth": 1.0}, {"width": 2.0}]}, [1.0, 2.0]),
+    "arguments": (lambda **kwargs: Counting(**kwargs), {"overrides": [{"depth": 1.0}, {"depth": 2.0}]}, [1.0, 2.0]),
+    "attributes": (make_changed_counting, {"overrides": [{"depth": 1.0}, {"depth": 2.0}]}, [1.0, 2.0]),
+    "classes": ([Counting, make_counting_of_width], {"overrides": [{"depth": 1.0}, {"width": 2.0}]}, [1.0, 2.0]),
     "one function twice": (
-        [make_changed_well, make_well_of_width, make_changed_well],
+        [make_changed_counting, make_counting_of_width, make_changed_counting],
         {"overrides": [{}, {"width": 2.0}, {"depth": 4.0}]},
         [3.0, 2.0, 4.0],
     ),
     "create_env_kwargs": (
-        *(make_well, {"create_env_kwargs": {"depth": 1.0}, "overrides": [{}, {"depth": 2.0}]}, [1.0, 2.0]),
+        *(make_counting, {"create_env_kwargs": {"depth": 1.0}, "overrides": [{}, {"depth": 2.0}]}, [1.0, 2.0]),
     ),
 }
 
@@ -235,19 +236,21 @@ def test_overrides_apply_to_each_environment(name: str) -> None:
 
 
 def test_unsuitable_overrides_and_arguments_are_rejected() -> None:
-    with pytest.raises((InvalidArgumentError, WorkerError), match=r"no layer of Well has the attribute depht.*depth"):
-        ParallelEnv(2, make_changed_well(), overrides=[{"depht": 1.0}, {}]).reset()
+    with pytest.raises(
+        (InvalidArgumentError, WorkerError), match=r"no layer of Counting has the attribute depht.*depth"
+    ):
+        ParallelEnv(2, make_changed_counting(), overrides=[{"depht": 1.0}, {}]).reset()
     with pytest.raises(InvalidArgumentError, match="create_env_kwargs has length 3 for num_workers=2"):
-        ParallelEnv(2, make_well, create_env_kwargs=[{}] * 3)
+        ParallelEnv(2, make_counting, create_env_kwargs=[{}] * 3)
     with pytest.raises(InvalidArgumentError, match=r"'depth': 4.0.* cannot be set later: .*create_env_kwargs="):
-        ParallelEnv(2, make_well).update_kwargs({"depth": 4.0})
+        ParallelEnv(2, make_counting).update_kwargs({"depth": 4.0})
 
 
-@pytest.mark.parametrize("source", [Well, NativeEnv], ids=["gymnasium", "TorchRL"])
+@pytest.mark.parametrize("source", [Counting, NativeEnv], ids=["gymnasium", "TorchRL"])
 def test_overrides_that_change_specs_are_rejected(source: Any) -> None:
-    name = "observation_space" if source is Well else "size"
-    values = [gymnasium.spaces.Box(-1, 1, (size,)) for size in (3, 5)] if source is Well else [3, 5]
-    env = ParallelEnv(2, source() if source is Well else source, overrides=[{name: value} for value in values])
+    name = "observation_space" if source is Counting else "size"
+    values = [gymnasium.spaces.Box(-1, 1, (size,)) for size in (3, 5)] if source is Counting else [3, 5]
+    env = ParallelEnv(2, source() if source is Counting else source, overrides=[{name: value} for value in values])
     with pytest.raises(EnvironmentOutputError, match=r"environment \d has observation_space=.*expected .*3"):
         env.reset()
 
@@ -256,9 +259,9 @@ def test_overrides_that_change_specs_are_rejected(source: Any) -> None:
 @pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TransformedEnv(env, RewardSum())])
 def test_overrides_of_torchrls_wrapper_are_refused(name: str, wrap: Any) -> None:
     with pytest.raises(
-        InvalidArgumentError, match=rf"no layer of Well has .*{name}|set {name} of GymWrapper: .*\[make_first"
+        InvalidArgumentError, match=rf"no layer of Counting has .*{name}|set {name} of GymWrapper: .*\[make_first"
     ):
-        ParallelEnv(2, wrap(GymWrapper(Well())), overrides=[{}, {name: True}])
+        ParallelEnv(2, wrap(GymWrapper(Counting())), overrides=[{}, {name: True}])
 
 
 # -- invalid arguments
@@ -268,17 +271,17 @@ def test_sources_that_are_not_environments_or_not_copyable_are_rejected() -> Non
     with pytest.raises(WorkerError, match=r"TorchRL has no wrapper for .* of type builtins\.dict") as caught:
         ParallelEnv(2, dict)
     assert isinstance(caught.value.__cause__, InvalidTypeError)
-    well = make_changed_well()
-    well.rope = (number for number in range(3))  # type: ignore[attr-defined]
-    with pytest.raises(NotCopyableError, match=r"(?s)Well .*rope.*generator.*lambda: Well\("):
-        ParallelEnv(2, well)
+    source = make_changed_counting()
+    source.rope = (number for number in range(3))  # type: ignore[attr-defined]
+    with pytest.raises(NotCopyableError, match=r"(?s)Counting .*rope.*generator.*lambda: Counting\("):
+        ParallelEnv(2, source)
     assert not running_workers()
 
 
 def test_verify_false_skips_the_comparison_of_copies() -> None:
-    well = make_changed_well()
-    well.__class__ = type("Well", (Well,), {})  # a class that its module does not contain
-    env = ParallelEnv(2, well, verify=False)
+    source = make_changed_counting()
+    source.__class__ = type("Counting", (Counting,), {})  # a class that its module does not contain
+    env = ParallelEnv(2, source, verify=False)
     assert observed_depths(env) == [3.0, 3.0]
     env.close()
 
@@ -287,23 +290,27 @@ def test_verify_false_skips_the_comparison_of_copies() -> None:
     ("arguments", "options", "error", "text"),
     [
         ((2, 7), {}, InvalidTypeError, "7 builds no environment"),
-        ((0, Well), {}, InvalidArgumentError, "num_workers=0"),
-        ((True, Well), {}, InvalidTypeError, "num_workers=True"),
-        ((3, [Well, Well]), {}, InvalidArgumentError, r"has length 2 for num_workers=3.*ParallelEnv\(2"),
-        ((Well,), {}, InvalidTypeError, r"no environment; num_workers is of type type\. Use ParallelEnv\(4, env\)"),
-        ((np.float64(2), Well), {}, InvalidTypeError, "num_workers=np.float64"),
+        ((0, Counting), {}, InvalidArgumentError, "num_workers=0"),
+        ((True, Counting), {}, InvalidTypeError, "num_workers=True"),
+        ((3, [Counting] * 2), {}, InvalidArgumentError, r"has length 2 for num_workers=3.*ParallelEnv\(2"),
+        ((Counting,), {}, InvalidTypeError, r"no environment; num_workers is of type type\. Use ParallelEnv\(4, env\)"),
+        ((np.float64(2), Counting), {}, InvalidTypeError, "num_workers=np.float64"),
         (
-            (2, [Well, Well]),
+            (2, [Counting] * 2),
+            {"overrides": {"depth": 1.0}},
+            InvalidTypeError,
+            "overrides=.* is not a list of mappings",
+        ),
+        (
+            (2, Counting),
             {"overrides": [{}]},
             InvalidArgumentError,
             "overrides has length 1: expected one entry for each",
         ),
-        ((2, [Well, Well]), {"overrides": {"depth": 1.0}}, InvalidTypeError, "overrides=.* is not a list of mappings"),
-        ((2, Well), {"overrides": [{}]}, InvalidArgumentError, "overrides has length 1: expected one entry for each"),
-        ((2, Well), {"seed": -1}, InvalidArgumentError, "seed=-1"),
-        ((2, Well), {"devices": "fastest"}, InvalidArgumentError, r"(?s)devices='fastest'.*resolve\("),
-        ((2, Well), {"devices": [3, 4]}, InvalidArgumentError, r"(?s)devices=.*resolve\("),
-        ((2, Well), {"mp_start_method": "telepathy"}, InvalidArgumentError, "telepathy"),
+        ((2, Counting), {"seed": -1}, InvalidArgumentError, "seed=-1"),
+        ((2, Counting), {"devices": "fastest"}, InvalidArgumentError, r"(?s)devices='fastest'.*resolve\("),
+        ((2, Counting), {"devices": [3, 4]}, InvalidArgumentError, r"(?s)devices=.*resolve\("),
+        ((2, Counting), {"mp_start_method": "telepathy"}, InvalidArgumentError, "telepathy"),
     ],
 )
 def test_invalid_arguments_are_rejected(arguments: Any, options: Any, error: type[Exception], text: str) -> None:
@@ -328,7 +335,7 @@ def make_dm_cartpole() -> Any:
 @pytest.mark.parametrize(
     ("make", "shape", "copied"),
     [
-        (lambda: gymnasium.vector.SyncVectorEnv([Well] * 3), (2, 3, 3), False),
+        (lambda: gymnasium.vector.SyncVectorEnv([Counting] * 3), (2, 3, 3), False),
         (make_knights, (2, 3), True),
         (make_dm_cartpole, (2, 3), True),
     ],
@@ -357,7 +364,7 @@ def replace_method(env: Any) -> None:
 
 
 def read_ones(observation: Any) -> dict[str, Any]:
-    """Return ones in place of an observation of Well."""
+    """Return ones in place of an observation of Counting."""
     return {"observation": torch.ones(3)}
 
 
@@ -365,12 +372,12 @@ def read_ones(observation: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("change", [set_spec, set_attribute, replace_method])
 def test_changes_of_wrappers_are_kept(change: Any) -> None:
     def make() -> UpstreamGymWrapper:
-        env = UpstreamGymWrapper(Well())
+        env = UpstreamGymWrapper(Counting())
         change(env)
         return env
 
     expected, env = make(), ParallelEnv(2, make)
     assert env.reward_spec == expected.reward_spec.expand(2, 1)
-    assert (env.reset()["observation"][:, :2] == expected.reset()["observation"][:2]).all()
+    assert (env.reset()["observation"][:, [0, 2]] == expected.reset()["observation"][[0, 2]]).all()
     assert change is not set_attribute or list(env.extra) == [3, 3]
     env.close()

@@ -12,7 +12,7 @@ import pytest
 from rl_ext_core._environment_source import as_gymnasium_env
 from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError, MissingDependencyError
 from rl_ext_core.vector.environments import EpisodeMonitor
-from tests.sb3_ext.vec_test_envs import Counting
+from tests.environments import Counting
 
 
 def test_episode_monitor_equals_sb3_monitor() -> None:

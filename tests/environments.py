@@ -1,4 +1,4 @@
-"""Environments with all kinds of spaces and rewards, and environments that fail."""
+"""Environments of gymnasium for all tests: of all spaces and rewards, and with all kinds of faults."""
 
 from __future__ import annotations
 
@@ -67,7 +67,60 @@ ACTIONS: dict[str, spaces.Space[Any]] = {
 }
 
 
-class RandomEnv(gym.Env[Any, Any]):
+# Environment variable with the path of the log of events.
+EVENT_LOG = "RL_EXT_TEST_EVENT_LOG"
+
+
+def log_event(event: str) -> None:
+    if EVENT_LOG in os.environ:
+        with Path(os.environ[EVENT_LOG]).open("a") as file:
+            file.write(f"{os.getpid()} {event}\n")
+
+
+def count_events(event: str, *, in_this_process: bool) -> int:
+    """Count how often this process, or all others together, logged an event."""
+    entries = [line.split() for line in Path(os.environ[EVENT_LOG]).read_text().splitlines()]
+    return sum(1 for pid, entry in entries if entry == event and (int(pid) == os.getpid()) == in_this_process)
+
+
+class WithMethods(gym.Env[Any, Any]):
+    """Environment with methods and attributes that callers use, and images that show its step count."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 as in gymnasium
+    render_mode: str | None = "rgb_array"
+    label = "new"
+    _count = 0
+
+    def render(self) -> np.ndarray:
+        return np.full((4, 6, 3), self._count, np.uint8)
+
+    def method(self) -> None:
+        """Do nothing; a method to call."""
+
+    def twice(self, number: int, *, plus: int = 0) -> int:
+        """Return twice the number, plus another one. The name is not that of a method of torch modules."""
+        return 2 * number + plus
+
+    def large(self) -> bytes:
+        """Return more bytes than a pipe takes at once."""
+        return bytes(300_000)
+
+    def raise_in_call(self) -> None:
+        raise KeyError("raised in a call")
+
+    def make_lock(self) -> Any:
+        """Return a lock, which does not pickle."""
+        return threading.Lock()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def loaded(self, names: Sequence[str]) -> list[str]:
+        """Return which of these modules this process has imported."""
+        return [name for name in names if name in sys.modules]
+
+
+class RandomEnv(WithMethods):
     """Environment that returns samples of its space, and its arguments in infos.
 
     :param observations: name in ``OBSERVATIONS``, or a space
@@ -75,8 +128,6 @@ class RandomEnv(gym.Env[Any, Any]):
     :param rewards: name in ``REWARDS``
     :param infos: whether infos have content
     """
-
-    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 as in gymnasium
 
     def __init__(
         self,
@@ -100,36 +151,16 @@ class RandomEnv(gym.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        self._steps = 0
+        self._count = 0
         return self._sample_observation(), {"seed": seed, "options": options} if self._infos else {}
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        self._steps += 1
+        self._count += 1
         self.given.append(action)
         end = self.np_random.random()
         terminated, truncated = bool(end < 0.1), bool(end > 0.85 or 0.05 < end < 0.1)
-        info = {"given": repr(action), "kind": type(action).__name__, "n": self._steps} if self._infos else {}
+        info = {"given": repr(action), "kind": type(action).__name__, "n": self._count} if self._infos else {}
         return self._sample_observation(), self._reward(self.np_random.random()), terminated, truncated, info
-
-    def render(self) -> np.ndarray:
-        return np.full((4, 6, 3), getattr(self, "_steps", 0), np.uint8)
-
-    def double(self, number: int, *, plus: int = 0) -> int:
-        return 2 * number + plus
-
-    def raise_in_call(self) -> None:
-        raise KeyError("raised in a call")
-
-    def not_picklable(self) -> Any:
-        """Return an object that does not pickle."""
-        return threading.Lock()
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def loaded(self, names: Sequence[str]) -> list[str]:
-        """Return which of these modules this process has imported."""
-        return [name for name in names if name in sys.modules]
 
     def all_given(self) -> list[Any]:
         """Return all actions that ``step`` has received."""
@@ -164,32 +195,35 @@ class ReusedArrayEnv(RandomEnv):
         return place if isinstance(drawn, dict) else place[""]
 
 
-class Counting(gym.Env[np.ndarray, int]):
-    """Environment that counts its steps, and terminates after ten."""
+class Counting(WithMethods):
+    """Environment that logs its calls, and observes its steps, a random number of its reset, and its fixed depth.
 
-    def __init__(self) -> None:
-        self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    Episodes have ten steps.
+    """
+
+    def __init__(self, depth: float = 10.0) -> None:
+        log_event("built")
+        self.observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
         self.action_space = spaces.Discrete(2)
-        self._count = 0
+        self.depth = depth
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
+        log_event("reset")
         self._count = 0
         self._world = float(self.np_random.random())
         return self._observe(), {"world": self._world}
 
     def _observe(self) -> np.ndarray:
-        return np.array([self._count, self._world], np.float32)
+        return np.array([self._count, self._world, self.depth], np.float32)
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        log_event("stepped")
         self._count += 1
         return self._observe(), 1.0, self._count == 10, False, {}
 
-    def pid(self) -> int:
-        return os.getpid()
-
-    def method(self) -> None:
-        """Do nothing; a method to call."""
+    def close(self) -> None:
+        log_event("closed")
 
 
 def hang_in_c() -> None:
@@ -241,17 +275,17 @@ class Failing(Counting):
     """Environment that fails in a chosen method, in a chosen way.
 
     :param when: "constructor", "reset", "step", "reset in step", "close" or "method"
-    :param how: see :func:`fail`
+    :param how: see :func:`fail`; ``""`` does not fail
     :param after: number of steps before a failure in "step"
     """
 
-    def __init__(self, when: str, how: str, *, after: int = 3) -> None:
+    def __init__(self, when: str = "", how: str = "raise", *, after: int = 2) -> None:
         super().__init__()
         self._when, self._how, self._after, self._steps = when, how, after, 0
         self._fail_at("constructor")
 
     def _fail_at(self, when: str) -> None:
-        if self._when == when:
+        if self._when == when and self._how:
             fail(self._how)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -270,7 +304,12 @@ class Failing(Counting):
         """Fail if ``when`` is "method"."""
         self._fail_at("method")
 
+    def return_unreadable(self) -> Any:
+        """Return an error that cannot be unpickled, if methods are to fail."""
+        return NeedsArgumentsError("one", "two") if self._when == "method" else None
+
     def close(self) -> None:
+        super().close()
         self._fail_at("close")
 
 
@@ -339,11 +378,23 @@ class Informing(Counting):
         return (*result, terminated, truncated, self.info if when == self.when else info)
 
 
-class Unpicklable(Counting):
-    """Environment with an info that does not pickle."""
+class Writing(Counting):
+    """Environment that writes its step count to a file after some seconds, in ``close`` or in a thread after it."""
 
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return (*super().step(action)[:4], {"fine": 1, "lock": threading.Lock()})
+    def __init__(self, path: str | Path, how: str = "close", seconds: float = 0.0) -> None:
+        super().__init__()
+        self._path, self._how, self._seconds = Path(path), how, seconds
+
+    def _write(self) -> None:
+        """Write the file after some seconds."""
+        time.sleep(self._seconds)
+        self._path.write_text(f"{self._count}")
+
+    def close(self) -> None:
+        if self._how == "close":
+            self._write()
+        else:
+            threading.Thread(target=self._write).start()
 
 
 class Bounded(gym.Wrapper[Any, Any, Any, Any]):
