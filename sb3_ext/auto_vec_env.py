@@ -168,22 +168,14 @@ def make_vec_env(
         needed = ["devices"] if count > 1 and isinstance(devices, (str, Sequence)) else []
         how = isolation, options, probe_timeout, needed
         vec_env = _build_vec_env(factories, build_in_process, probe_factories, count, *how)
-    elif cwd is not None:
-        raise InvalidArgumentError(
-            f"cwd={cwd!r} is not supported with vec_env_cls. Leave vec_env_cls out, or use "
-            'vec_env_kwargs={"cwd": "own"} with vec_env_cls=SharedMemoryVecEnv'
-        )
-    elif recorder is not None:
-        raise InvalidArgumentError(
-            f"recorder={recorder!r} is not supported with vec_env_cls. Leave vec_env_cls out, or use "
-            f'vec_env_kwargs={{"recorder": {recorder!r}}} with vec_env_cls=SharedMemoryVecEnv'
-        )
-    elif isolation != "auto":
-        name = getattr(vec_env_cls, "__name__", vec_env_cls)
-        raise InvalidArgumentError(
-            f"isolation={isolation!r} and vec_env_cls={name} exclude each other. Leave one of them out"
-        )
     else:
+        given = {"cwd": cwd, "recorder": recorder, "isolation": None if isolation == "auto" else isolation}
+        for name, value in given.items():
+            if value is not None:
+                raise InvalidArgumentError(
+                    f"{name}={value!r} is not supported with vec_env_cls. Leave vec_env_cls out, or use "
+                    f"vec_env_kwargs={{{name!r}: {value!r}}} with vec_env_cls=AutoVecEnv"
+                )
         vec_env = vec_env_cls(factories(), **options)
     vec_env.seed(seed)
     return vec_env

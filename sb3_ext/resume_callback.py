@@ -400,7 +400,7 @@ def _recorded_environments(vec_env: VecEnv, *, was_reset: bool = False) -> _Envi
     :raises InvalidArgumentError: If the VecEnv was created with ``recorder=False``.
     """
     base = vec_env.unwrapped
-    if isinstance(base, PoolVecEnv) and base._pool.records_episodes:
+    if isinstance(base, PoolVecEnv) and base._pool.log_memory is not None:
         return base._pool
     if isinstance(base, PoolVecEnv):
         raise InvalidArgumentError(

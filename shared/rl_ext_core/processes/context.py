@@ -342,8 +342,6 @@ else:
     class _ForkPopen(_ExitCodePopen):
         """Handle of a forked worker."""
 
-        method = "fork"
-
         def _launch(self, process: Any) -> None:
             """Fork the worker."""
             with server.block_signals():
@@ -352,8 +350,6 @@ else:
 
     class _SpawnPopen(_ExitCodePopen, popen_spawn_posix.Popen):
         """Handle of a spawned worker on Linux and macOS."""
-
-        method = "spawn"
 
         def _launch(self, process: Any) -> None:
             """Spawn the worker."""
@@ -364,8 +360,6 @@ else:
 
     class _ForkServerPopen(_ExitCodePopen, popen_forkserver.Popen):
         """Handle of a worker that the fork server started."""
-
-        method = "forkserver"
 
         def _launch(self, process: Any) -> None:
             """Request a process from the fork server, and send it the worker."""

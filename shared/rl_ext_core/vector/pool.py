@@ -329,11 +329,6 @@ class Pool:
                 if isinstance(worker.answer, WorkerError):
                     raise worker.answer
 
-    @property
-    def records_episodes(self) -> bool:
-        """Whether the episodes are recorded."""
-        return self.log_memory is not None
-
     def layer_states(self) -> list[list[LayerState]]:
         """Return the state of the wrappers of each environment, see :mod:`rl_ext_core.recording.layers`."""
         return self.call(range(len(self.worker_by_env)), "layer_states", None)
