@@ -52,6 +52,23 @@ def test_error_names_environment_in_shared_worker() -> None:
     assert str(found.value).startswith("environment 2 of 3 (seed 42), in step: ")
 
 
+class ReturningTooLittle(Counting):
+    """Environment with gym's old API: its method ``method`` returns one value less than gymnasium's."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self._method = method
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = super().reset(**kwargs)
+        return observation if self._method == "reset" else (observation, info)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = super().step(action)
+        ends = (terminated or truncated,) if self._method == "step" else (terminated, truncated)
+        return (observation, reward, *ends, info)
+
+
 BOX, BYTES = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(0, 255, (2,), np.uint8)
 NO_ARRAYS = spaces.Dict(a=spaces.Tuple((spaces.Discrete(2), spaces.Sequence(spaces.Discrete(2)))))
 WRONG: list[tuple[Any, str, str]] = [
@@ -68,6 +85,12 @@ WRONG: list[tuple[Any, str, str]] = [
     (functools.partial(Informing, "reset", None), "reset", "reset() returned an info of type NoneType"),
     (functools.partial(Informing, "end", []), "step", "step() returned an info of type list"),
     (lambda: Informing("step", {"fine": 1, "lock": threading.Lock()}), "step", "info['lock'] cannot be pickled"),
+    (
+        functools.partial(ReturningTooLittle, "reset"),
+        "reset",
+        "reset() returned a value of type ndarray; expected the 2",
+    ),
+    (functools.partial(ReturningTooLittle, "step"), "step", "step() returned 4 values; expected the 5 of gymnasium"),
 ]
 
 

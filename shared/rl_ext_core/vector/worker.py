@@ -30,6 +30,7 @@ from rl_ext_core.vector.memory_layout import (
     MemoryLayout,
     ObservationSlot,
 )
+from rl_ext_core.vector.stepper import RESET_RESULT, STEP_RESULT, check_result_length
 
 __all__ = [
     "IDLE_FRAMES",
@@ -240,7 +241,7 @@ class WorkerEnvironments:
         self._set_phase(number, _RESET)
         self._reset_due.discard(number)
         arguments = {} if options is None else {"options": options}
-        observation, info = self._envs[number].reset(seed=seed, **arguments)
+        observation, info = check_result_length(self._envs[number].reset(seed=seed, **arguments), RESET_RESULT)
         for slot in self._slots[number]:
             slot.write(observation)
             if slot.has_converted:
@@ -261,13 +262,16 @@ class WorkerEnvironments:
             if due and number in due:
                 due.discard(number)
                 cells[phase_at] = _RESET
-                observation, info = env.reset()
+                observation, info = check_result_length(env.reset(), RESET_RESULT)
                 require_dict(info, "reset")
                 reward = 0.0
                 flags[number] = 0
             else:
                 cells[phase_at] = _STEP
-                observation, reward, terminated, truncated, info = env.step(action)
+                result = env.step(action)
+                if type(result) is not tuple or len(result) != 5:
+                    result = check_result_length(result, STEP_RESULT)
+                observation, reward, terminated, truncated, info = result
                 if type(info) is not dict:
                     require_dict(info, "step")
                 if terminated or truncated:
@@ -277,7 +281,7 @@ class WorkerEnvironments:
                         final, info = copy_output(observation), copy_output(info)
                         reward = reward if type(reward) in REWARD_KINDS else copy_output(reward)
                         cells[phase_at] = _RESET
-                        observation, reset_info = env.reset()
+                        observation, reset_info = check_result_length(env.reset(), RESET_RESULT)
                         require_dict(reset_info, "reset")
                     elif self._autoreset is Autoreset.NEXT_STEP:
                         due.add(number)
