@@ -268,6 +268,15 @@ def test_tensorclasses_with_text_can_be_stored_more_than_once() -> None:
     assert set(storage.get([1, 4]).text) == {"some text"}
 
 
+def test_sets_of_places_are_refused() -> None:
+    storage = FrameStorage(20)
+    storage.set(range(20), make_transitions(20))
+    before = storage[:].clone()
+    with pytest.raises(InvalidArgumentError, match=r"has no order.*Use storage\[sorted\(index\)\] = data"):
+        storage[{18, 3}] = make_transitions(2, seed=5)
+    assert_same(storage[:], before)
+
+
 def test_elements_that_are_not_tensordicts_of_one_form_are_refused() -> None:
     first, short = make_transitions(1)[0], make_transitions(1)[0].set("action", torch.zeros(3))
     agents = [TensorDict({"pixels": torch.zeros(size, 40, 3, dtype=torch.uint8)}) for size in (36, 37)]

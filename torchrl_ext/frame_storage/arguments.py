@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection, lazy_stack
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from torchrl_ext.frame_storage.columns import FrameColumn, list_items
+from torchrl_ext.frame_storage.columns import FrameColumn, expand_numbers, list_items
 
 Places = npt.NDArray[np.int64]
 
@@ -48,8 +48,8 @@ def number_places(index: Any, shape: Sequence[int]) -> torch.Tensor:
     """
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
-    if isinstance(index, (list, range, set, np.ndarray)):
-        index = torch.as_tensor(list(index) if isinstance(index, (range, set)) else index)
+    if isinstance(index, (list, range, np.ndarray)):
+        index = torch.as_tensor(list(index) if isinstance(index, range) else index)
         index = index if index.numel() else index.long()
     try:
         if isinstance(index, slice):
@@ -67,8 +67,7 @@ def number_places(index: Any, shape: Sequence[int]) -> torch.Tensor:
         raise InvalidArgumentError(
             f"index {index!r:.200} names no places of a storage of shape {tuple(shape)} ({error}); nothing was stored"
         ) from error
-    rest, n = tuple(shape[1:]), math.prod(shape[1:])
-    return (numbers.unsqueeze(-1) * n + torch.arange(n)).reshape(*numbers.shape, *rest) if rest else numbers
+    return expand_numbers(numbers, shape[1:])
 
 
 def _is_integers(part: Any) -> bool:
@@ -107,7 +106,7 @@ def is_key(index: Any) -> bool:
 
 def is_single_index(cursor: Any) -> bool:
     """Return whether an index selects one element, without a batch dimension."""
-    return not isinstance(cursor, (slice, range, tuple, set)) and cursor is not ... and np.ndim(cursor) == 0
+    return not isinstance(cursor, (slice, range, tuple)) and cursor is not ... and np.ndim(cursor) == 0
 
 
 def is_slices(index: Any) -> bool:
@@ -130,11 +129,16 @@ def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> T
         raise InvalidArgumentError(
             f"index {cursor!r} adds a dimension and names no elements; nothing was stored. Use storage[:] = data"
         )
+    if isinstance(cursor, set):
+        raise InvalidArgumentError(
+            f"index {cursor!r:.200} has no order, so elements cannot be assigned to its places; nothing was stored. "
+            "Use storage[sorted(index)] = data"
+        )
     if is_single_index(cursor):
         place = int(number_places(int(cursor), shape[:1]))
         return Target(place, data, np.array([place], dtype=np.int64), ndim - 1, ndim)
     keeps_slices = is_slices(cursor) and len(parts) <= len(shape)
-    if isinstance(cursor, (range, set, list, np.ndarray)):
+    if isinstance(cursor, (range, list, np.ndarray)):
         index = torch.as_tensor(list(cursor))
     elif not keeps_slices:
         index = index_to_cpu(cursor)

@@ -92,11 +92,7 @@ class FrameColumn:
         :param numbers: Flat numbers of the elements.
         :param dims: Number of batch dimensions of the storage that these numbers count.
         """
-        inner = self.batch[dims:]
-        if not inner:
-            return numbers
-        n = math.prod(inner)
-        return (numbers.unsqueeze(-1) * n + torch.arange(n)).reshape(*numbers.shape, *inner)
+        return expand_numbers(numbers, self.batch[dims:])
 
     @property
     def per_row(self) -> int:
@@ -184,6 +180,14 @@ class FrameColumn:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_recycled": RecycledArrays()}
+
+
+def expand_numbers(numbers: torch.Tensor, inner: Sequence[int]) -> torch.Tensor:
+    """Return the numbers of all parts of shape ``inner`` of numbered elements."""
+    if not inner:
+        return numbers
+    n = math.prod(inner)
+    return (numbers.unsqueeze(-1) * n + torch.arange(n)).reshape(*numbers.shape, *inner)
 
 
 def to_bytes(images: torch.Tensor) -> torch.Tensor | None:

@@ -60,17 +60,13 @@ class FrameView(torch.Tensor):
 
     def _read(self, numbers: torch.Tensor) -> torch.Tensor:
         """Decode the images of these numbers; raise an error if the storage was emptied."""
-        self._check_not_emptied()
-        images: torch.Tensor = self._storage._read_images(self._column, self._key, numbers)
-        return images
-
-    def _check_not_emptied(self) -> None:
-        """Raise an error if the storage was emptied after this view was created."""
         if self._expected_empty_count != self._storage._empty_count:
             raise InvalidArgumentError(
                 "these images no longer exist, because the storage was emptied. To keep them, use "
                 "batch = buffer[:].clone() before buffer.empty()"
             )
+        images: torch.Tensor = self._storage._read_images(self._column, self._key, numbers)
+        return images
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
