@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -47,11 +48,11 @@ CALLS: dict[str, Callable[[VecEnv], Any]] = {
 
 
 def call_or_none(call: Callable[[], Any]) -> Any:
-    """Return the result of a call, or None if it reports a pending step."""
+    """Return the result of a call, or None if it reports a pending step, or one that only some have taken."""
     try:
         return call()
     except InvalidArgumentError as error:
-        if "step_wait()" not in str(error):
+        if "step_wait()" not in str(error) and "Use reset()" not in str(error):
             raise
         return None
 
@@ -90,6 +91,7 @@ def test_calls_after_interrupted_call_match_dummy_vec_env(
             assert set(found) <= {0, 2, 3}, where
         elif then == 1 and (step := call_or_none(lambda: venv.step(ACTIONS))) is not None:
             assert step[0][:, 0].tolist() == venv.get_attr("_count"), where
+            assert call == "reset" or len(set(step[0][:, 0])) == 1, where
         elif then == 2 and venv.waiting:
             assert venv.step_wait()[0][:, 0].tolist() == venv.get_attr("_count"), where
         elif then == 3 and (found := call_or_none(lambda: venv.env_method("twice", 8))) is not None:
@@ -98,6 +100,29 @@ def test_calls_after_interrupted_call_match_dummy_vec_env(
     assert seen > 20 // every
     venv.close()
     assert no_workers()
+
+
+def test_step_with_action_that_cannot_be_sent_steps_no_environment() -> None:
+    venv = SharedMemoryVecEnv([Counting] * 3, FAST)
+    venv.reset()
+    with pytest.raises(TypeError, match="cannot pickle"):
+        venv.step([0, threading.Lock(), 0])  # type: ignore[arg-type]
+    assert venv.get_attr("_count") == [0] * 3
+    assert venv.step(ACTIONS)[0][:, 0].tolist() == [1] * 3
+    venv.close()
+
+
+@pytest.mark.parametrize("kind", [SharedMemoryVecEnv, SharedMemoryVectorEnv])
+def test_step_after_interrupt_between_commands_is_refused(kind: Any) -> None:
+    env = kind([Counting] * 3)
+    env.reset()
+    with raise_interrupt_in(env._pool.workers[1], "send"), pytest.raises(KeyboardInterrupt):
+        env.step(ACTIONS)
+    with pytest.raises(InvalidArgumentError, match=r"only some environments had got their action.* Use reset\(\)"):
+        env.step(ACTIONS)
+    env.reset()
+    assert env.step(ACTIONS)[0][:, 0].tolist() == [1] * 3
+    env.close()
 
 
 denser = pytest.mark.parametrize("every", [pytest.param(7, marks=pytest.mark.exhaustive), 41])

@@ -23,7 +23,7 @@ FAST = "fork"  # SB3's workers import torch with the other methods
 
 
 @contextlib.contextmanager
-def raise_interrupt_in(owner: type, method: str) -> Iterator[None]:
+def raise_interrupt_in(owner: Any, method: str) -> Iterator[None]:
     """Raise KeyboardInterrupt when a method is called."""
 
     def interrupting(*args: Any) -> None:

@@ -32,7 +32,7 @@ from rl_ext_core.recording.layers import LayerState
 from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Cell, SharedMemory, WorkerHandle
+from rl_ext_core.vector.channel import Cell, SharedMemory, WorkerHandle, pack
 from rl_ext_core.vector.environments import PoolOptions, check_env_fns, make_factories
 from rl_ext_core.vector.memory_layout import CONVERTED, SKIPPED, MemoryLayout
 from rl_ext_core.vector.restarts import Restarts
@@ -140,6 +140,7 @@ class Pool:
         self._owner = os.getpid()
         self._ended = self._conversion_reported = False
         self.has_unread_answers = False  # True if workers may still send answers
+        self._is_half_stepped = False  # True if the last step reached some environments only
         try:
             self._start_workers()
             self.wait(starting=True, raise_failures=True)
@@ -230,20 +231,32 @@ class Pool:
         :param each: function that splits actions into a list, if they do not have the shape and dtype of the shared
             array; default: ``list``
         :param environments: numbers of the environments that are stepped; default: all
-        :raises InvalidArgumentError: If the number of actions is not the number of environments.
+        :raises InvalidArgumentError: If the number of actions is not the number of environments, or the last step was
+            interrupted when only some environments had got their action.
         """
         self.drain_answers()
+        if self._is_half_stepped:
+            raise InvalidArgumentError(
+                "the last step was interrupted when only some environments had got their action: expected a reset of "
+                "all. Use reset()"
+            )
         self.step_start = time.perf_counter()
         rows = self._split_actions(actions, each)
         if rows is None:
             self._actions[...] = actions  # type: ignore[index]
+        else:
+            pack(rows)  # what cannot be sent fails here, before any environment has its action
         workers = self.workers
         if environments is not None:
             workers = [self.workers[number] for number in environments]
             for worker in set(self.workers) - set(workers):
                 worker.answer, self.arrays["flags"][worker.first] = None, SKIPPED
-        for worker in workers:
-            self.send(worker, "step", None if rows is None else rows[worker.first : worker.last])
+        try:
+            for worker in workers:
+                self.send(worker, "step", None if rows is None else rows[worker.first : worker.last])
+        except BaseException:
+            self._is_half_stepped = True
+            raise
 
     def _split_actions(self, actions: Any, each: Callable[[Any], Sequence[Any]]) -> Sequence[Any] | None:
         """Return an action for each environment, or None if they have the shape and dtype of the shared array.
@@ -271,6 +284,7 @@ class Pool:
         :param requests: (seed, options) or None for each environment
         """
         self.drain_answers()
+        self._is_half_stepped = self._is_half_stepped and None in requests
         for worker in self.workers:
             self.send_reset(worker, requests[worker.first : worker.last])
 
