@@ -168,7 +168,8 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         chosen = _parse_reset_mask(None if options is None else options.pop("reset_mask", None), self.num_envs)
         if isinstance(seed, int | np.integer):
             seed = range(int(seed), int(seed) + self.num_envs)
-        seeds: list[int | None] = [None] * self.num_envs if seed is None else list(seed)
+        given: Any = [None] * self.num_envs if seed is None else seed
+        seeds = [int(one) if isinstance(one, np.integer) else one for one in given]  # gymnasium refuses NumPy's
         if len(seeds) != self.num_envs:
             raise InvalidArgumentError(
                 f"number of seeds: {len(seeds)}, expected {self.num_envs}, one for each environment. Use seed=0"

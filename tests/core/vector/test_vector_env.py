@@ -218,7 +218,7 @@ def test_different_spaces_are_rejected() -> None:
             SharedMemoryVectorEnv([Counting, functools.partial(RandomEnv, "Box")], **FAST)
 
 
-def test_invalid_reset_masks_and_seeds_are_rejected() -> None:
+def test_reset_masks_and_seeds_are_checked() -> None:
     envs = SharedMemoryVectorEnv([Counting] * 2, **FAST)
     for mask, error, text in (
         ([True, False], InvalidTypeError, "list"),
@@ -230,6 +230,7 @@ def test_invalid_reset_masks_and_seeds_are_rejected() -> None:
     with pytest.raises(InvalidArgumentError, match="number of seeds: 3, expected 2"):
         envs.reset(seed=[1, 2, 3])
     assert envs.reset(seed=[1, None])[0].shape == (2, 3)
+    np.testing.assert_array_equal(envs.reset(seed=np.array([1, 2]))[0], envs.reset(seed=[1, 2])[0])
     envs.close()
 
 
