@@ -5,6 +5,7 @@ Ray stores its files in FOLDER. The output is JSON: per check, the traceback of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -38,7 +39,12 @@ def register_check(function: Check) -> Check:
 
 
 def actor_processes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if "ray::Actor" in child.name()]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end at any time
+            if "ray::Actor" in child.name():
+                found.append(child)
+    return found
 
 
 def compare_with_subproc(build: Any, n_workers: int | None) -> None:
