@@ -369,7 +369,7 @@ def test_altered_stores_with_right_checksums_do_not_crash(where: str, tmp_path: 
     use = use_folder if where == "folder" else use_pickle
     use([])  # compiles the kernels
 
-    @settings(max_examples=1000 if "CI" in os.environ else 20, deadline=None)
+    @settings(max_examples=250 if "CI" in os.environ else 20, deadline=None)
     @given(changed=st.lists(changes, min_size=1, max_size=3))
     def check(changed: list[Any]) -> None:
         assert result_in_fork(lambda: use(changed)) == "None"
