@@ -369,12 +369,10 @@ class WorkerHandle:
         """Send a command.
 
         :param name: name of the command
-        :param data: data of the command; None for a step with the actions in shared memory
+        :param data: data of the command. For a step: the packed command, or None with the actions in shared memory
         """
-        message = b""
-        if data is not None or name != "step":
-            # Actions are sent in every step, so they are pickled by the faster function.
-            message = (pack if name == "step" else pack_by_value)((name, data))
+        message: bytes = (data or b"") if name == "step" else pack_by_value((name, data))
+        if message:
             self._mail.write(message)
         cells = self.cells
         cells[Cell.COMMAND_SIZE] = len(message)

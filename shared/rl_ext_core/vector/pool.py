@@ -244,16 +244,16 @@ class Pool:
         rows = self._split_actions(actions, each)
         if rows is None:
             self._actions[...] = actions  # type: ignore[index]
-        else:
-            pack(rows)  # what cannot be sent fails here, before any environment has its action
-        workers = self.workers
+        workers = self.workers if environments is None else [self.workers[number] for number in environments]
+        messages: list[bytes | None] = [None] * len(workers)
+        if rows is not None:  # what cannot be sent fails here, before any environment has its action
+            messages = [pack(("step", rows[worker.first : worker.last])) for worker in workers]
         if environments is not None:
-            workers = [self.workers[number] for number in environments]
             for worker in set(self.workers) - set(workers):
                 worker.answer, self.arrays["flags"][worker.first] = None, SKIPPED
         try:
-            for worker in workers:
-                self.send(worker, "step", None if rows is None else rows[worker.first : worker.last])
+            for worker, message in zip(workers, messages, strict=True):
+                self.send(worker, "step", message)
         except BaseException:
             self._is_half_stepped = True
             raise

@@ -81,10 +81,10 @@ class ActorHandle(WorkerHandle):
         if name == "map":
             self._arrays = data.arrays(self._memory.map(data.size))
         elif name == "step" and data is None:
-            data = self._arrays["action"][self.first : self.last]
+            data = channel.pack((name, self._arrays["action"][self.first : self.last]))
         self.cells[Cell.ENVIRONMENT], self.cells[Cell.PHASE] = 0, PHASES.index(_PHASE_OF_COMMAND.get(name, name))
         if self.watch.is_connected():
-            message = (channel.pack if name == "step" else channel.pack_by_value)((name, data))
+            message = data if name == "step" else channel.pack_by_value((name, data))
             self.pending = self._actor.execute.remote(message)
             self.cells[Cell.COMMAND] += 1
         elif name != "close":
