@@ -80,6 +80,11 @@ class StackLayout:
         return math.prod(lengths[-2 if is_channel_last else -1 :]) * self.dtype.itemsize
 
     @property
+    def channel_bytes(self) -> int:
+        """Size of one channel of a frame in bytes, 0 if it has one or is channel-last."""
+        return self.frame_bytes // self.frame_channels if self.planar and self.frame_channels > 1 else 0
+
+    @property
     def frame_channels(self) -> int:
         """Length of the stacking axis in one frame: 1 for gray, 3 for RGB."""
         return self.shape[self.axis] // self.n_stack

@@ -190,6 +190,7 @@ class FrameLog:
         self.state[c + fields.BUDGET] = n_bytes // 3 if padded > LARGE_FRAME else n_bytes
         self.state[c + fields.ENTRY_WORDS], self.state[c + fields.SHARED_KEY] = padded // 4 + 4, -1
         self.state[c + fields.ABOVE] = layout.row_bytes * -(-GROUP // layout.row_bytes)
+        self.state[c + fields.CHANNEL] = layout.channel_bytes if layout.channel_bytes >= GROUP else 0
         self._allocate_frames(c, max(layout.n_stack, 2))
         self._allocate(c, fields.STREAMS, (n, N_STREAM), np.int64)
         n_frames = SCRATCH_FRAMES_BOUNDED if column.max_error else SCRATCH_FRAMES

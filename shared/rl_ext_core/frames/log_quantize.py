@@ -2,11 +2,13 @@
 
 Every byte is rounded to one of the values ``origin + i * (2 * bound + 1)``, so errors are within the bound. The frame
 is cut into groups of ``GROUP`` bytes. For each byte, its ``i`` is stored, minus that of the byte ``above`` bytes before
-it, modulo 256. In groups that begin before byte ``above``, ``i`` alone is stored.
+it, modulo 256. In groups that begin before byte ``above``, ``i`` alone is stored. In a group with ``BY_CHANNEL``, this
+difference is stored minus that of the byte ``channel`` bytes before it, because channels change at the same places.
 
-The contents are ``[bits of each group: u8][planes of all groups]``. A plane has one bit for each byte of its group.
-Plane ``p`` has bit ``p`` of the two's complement with that many bits. ``origin`` is half of ``255 % (2 * bound + 1)``.
-``above`` is the smallest multiple of a row that is at least ``GROUP``, see ``StackLayout.row_bytes``.
+The contents are ``[bits of each group, and BY_CHANNEL or 0: u8][planes of all groups]``. A plane has one bit for each
+byte of its group. Plane ``p`` has bit ``p`` of the two's complement with that many bits. ``origin`` is half of
+``255 % (2 * bound + 1)``. ``above`` is the smallest multiple of a row that is at least ``GROUP``. ``channel`` is the
+size of a channel, 0 without ``BY_CHANNEL``. See ``StackLayout``.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from rl_ext_core.frames.kernel_primitives import (
 )
 
 GROUP = 64  # bytes
+BY_CHANNEL = 16  # flag of a group
 _PLANES = 4  # that are added at a time
 _WORD = ir.VectorType(ir.IntType(8), GROUP)
 _move_group = define_move(GROUP)
@@ -54,6 +57,27 @@ def _add_planes(builder: Any, target: Any, source: Any, planes: Any, amounts: An
     store(builder, total, target)
 
 
+@instruction(types.void, *[types.uint64] * 3)
+def _predict_by_channel(builder: Any, target: Any, source: Any, channel: Any) -> None:
+    """Write a group plus the difference of two groups, ``channel`` bytes before the target and before it."""
+    change = builder.sub(*(load(builder, builder.sub(place, channel), _WORD) for place in (target, source)))
+    store(builder, builder.add(load(builder, source, _WORD), change), target)
+
+
+@inner
+def _count_bits(values):  # type: ignore[no-untyped-def]
+    """Return the number of planes that a group of numbers needs."""
+    any_bit = magnitude = uint8(0)
+    for i in range(GROUP):
+        any_bit |= values[i]
+        magnitude |= uint8(values[i] ^ (uint8(255) if values[i] > uint8(127) else uint8(0)))
+    n_bits = int64(any_bit != 0)
+    while magnitude:
+        n_bits += 1
+        magnitude >>= uint8(1)
+    return n_bits
+
+
 @inner
 def _origin(bound):  # type: ignore[no-untyped-def]
     """Return the smallest value. It and the largest one are within the bound of 0 and 255."""
@@ -61,20 +85,22 @@ def _origin(bound):  # type: ignore[no-untyped-def]
 
 
 @inner
-def quantize_frame(frame, n_bytes, above, bound, decoded, work, out):  # type: ignore[no-untyped-def]
+def quantize_frame(frame, n_bytes, above, channel, bound, decoded, work, out):  # type: ignore[no-untyped-def]
     """Write a quantized frame.
 
     :param frame: Address of the frame.
     :param n_bytes: Its size.
     :param above: Distance of a byte to the one that predicts it, at least ``GROUP``.
+    :param channel: Distance to the same byte of the previous channel, at least ``GROUP``, or 0.
     :param decoded: Address for the frame that the decoder obtains.
-    :param work: Address of work memory, a frame and ``2 * GROUP`` bytes.
+    :param work: Address of work memory, a frame and ``3 * GROUP`` bytes.
     :param out: Address to write to, with space for a frame and ``GROUP`` bytes.
     :return: Size, or -1 if the frame itself is about as small.
     """
     step, origin, n_groups = 2 * bound + 1, _origin(bound), (n_bytes + GROUP - 1) // GROUP
     given, made = uint8s(frame, n_bytes), uint8s(decoded, n_bytes)
-    levels, rest = uint8s(work, n_groups * GROUP), uint8s(work + n_groups * GROUP, GROUP)
+    numbers = work + n_groups * GROUP
+    levels, rest, other = uint8s(work, n_groups * GROUP), uint8s(numbers, GROUP), uint8s(numbers + GROUP, GROUP)
     factor, shift = uint32((1 << 20) // step + 1), uint32(bound - origin)  # a multiplication divides exactly here
     for i in range(n_bytes):
         level = uint8((uint32(given[i]) + shift) * factor >> uint32(20))
@@ -84,35 +110,32 @@ def quantize_frame(frame, n_bytes, above, bound, decoded, work, out):  # type: i
         levels[i] = levels[i - above] if (n_groups - 1) * GROUP >= above else uint8(0)
     size = n_groups
     for group in range(n_groups):
-        at = group * GROUP
-        any_bit = magnitude = uint8(0)
+        at, planes, flag = group * GROUP, uint64(numbers), 0
         for i in range(GROUP):
-            value = levels[at + i]
-            if at >= above:
-                value = uint8(value - levels[at + i - above])
-            rest[i] = value
-            any_bit |= value
-            magnitude |= uint8(value ^ (uint8(255) if value > uint8(127) else uint8(0)))
-        n_bits = int64(any_bit != 0)
-        while magnitude:
-            n_bits += 1
-            magnitude >>= uint8(1)
+            rest[i] = uint8(levels[at + i] - (levels[at + i - above] if at >= above else uint8(0)))
+        n_bits = _count_bits(rest)
+        if channel and at >= above + channel and n_bits:
+            for i in range(GROUP):
+                other[i] = uint8(rest[i] - levels[at + i - channel] + levels[at + i - channel - above])
+            fewer = _count_bits(other)
+            if fewer < n_bits:
+                n_bits, planes, flag = fewer, uint64(numbers + GROUP), BY_CHANNEL
         if size + n_bits * (GROUP // 8) > n_bytes - n_bytes // 16:
             return -1
-        store_u8(uint64(out + group), uint8(n_bits))
+        store_u8(uint64(out + group), uint8(n_bits | flag))
         for bit in range(n_bits):
-            store_u64(uint64(out + size), _take_plane(uint64(work + n_groups * GROUP), uint8(bit)))
+            store_u64(uint64(out + size), _take_plane(planes, uint8(bit)))
             size += GROUP // 8
     return size
 
 
 @inner
-def decode_quantized(contents, out, n_bytes, above, bound):  # type: ignore[no-untyped-def]
+def decode_quantized(contents, out, n_bytes, above, channel, bound):  # type: ignore[no-untyped-def]
     """Decode a quantized frame.
 
     :param contents: Address of what :func:`quantize_frame` wrote, with ``_PLANES * GROUP`` readable bits behind it.
     :param out: Address of the decoded frame, with ``GROUP`` writable bytes behind it.
-    :param n_bytes, above, bound: As for :func:`quantize_frame`.
+    :param n_bytes, above, channel, bound: As for :func:`quantize_frame`.
     """
     step, n_groups = uint64(2 * bound + 1), (n_bytes + GROUP - 1) // GROUP
     planes, to, amounts = uint64(contents + n_groups), uint64(out), uint64(0)
@@ -124,6 +147,10 @@ def decode_quantized(contents, out, n_bytes, above, bound):  # type: ignore[no-u
         source = to - uint64(above)
         if group * GROUP < above:
             uint8s(int64(to), GROUP)[:] = first
+            source = to
+        if n_bits >= uint64(BY_CHANNEL):
+            n_bits -= uint64(BY_CHANNEL)
+            _predict_by_channel(to, source, uint64(channel))
             source = to
         if n_bits == uint64(0):
             _move_group(to, source)

@@ -27,6 +27,7 @@ from rl_ext_core.frames.log_state import (
     ABOVE,
     BOUND,
     CAPACITY,
+    CHANNEL,
     DELTA,
     FRAME_BYTES,
     KEY_FRAME,
@@ -147,7 +148,7 @@ def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample,
                 if kind >= RESIDUAL_START:
                     target = second if source == first else first
                     if kind == QUANTIZED:
-                        decode_quantized(contents, target, n_bytes, state[c + ABOVE], bound)
+                        decode_quantized(contents, target, n_bytes, state[c + ABOVE], state[c + CHANNEL], bound)
                     else:
                         apply_residuals(source, contents, size, narrow, target, padded, bound)
                     source, size = target, 0

@@ -16,10 +16,12 @@ from rl_ext_core.frames.kernel_primitives import (
     uint32s,
 )
 from rl_ext_core.frames.log_patch import EXACT_RUNS, LARGE_FRAME
-from rl_ext_core.frames.log_quantize import GROUP
+from rl_ext_core.frames.log_quantize import BY_CHANNEL, GROUP
 from rl_ext_core.frames.log_state import (
+    ABOVE,
     BOUND,
     CAPACITY,
+    CHANNEL,
     DELTA,
     ENCODED,
     FRAME_BYTES,
@@ -118,13 +120,15 @@ def _is_patch(patch, size, narrow, n_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _is_quantized(contents, size, n_bytes):  # type: ignore[no-untyped-def]
+def _is_quantized(state, c, contents, size):  # type: ignore[no-untyped-def]
     """Return whether a quantized frame reads its own bytes only."""
-    n_groups = (n_bytes + GROUP - 1) // GROUP
+    n_groups, channel = (state[c + FRAME_BYTES] + GROUP - 1) // GROUP, state[c + CHANNEL]
     used = n_groups
     if used <= size:
         for group in range(n_groups):
             n_bits = int64(load_u8(uint64(contents + group)))
+            if n_bits >= BY_CHANNEL and channel and group * GROUP >= state[c + ABOVE] + channel:
+                n_bits -= BY_CHANNEL
             used += n_bits * (GROUP // 8) if n_bits <= 8 else size
     return used <= size
 
@@ -153,7 +157,7 @@ def _is_entry(state, c, position, start, stop):  # type: ignore[no-untyped-def]
         if state[c + BOUND] == 0:
             return False
         if kind == QUANTIZED:
-            return _is_quantized(contents, size, n_bytes)
+            return _is_quantized(state, c, contents, size)
         contents += state[c + PADDED_BYTES] // 4
         size -= state[c + PADDED_BYTES] // 4
     return size >= 0 and _is_patch(contents, size, narrow, n_bytes)

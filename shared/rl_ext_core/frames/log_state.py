@@ -64,6 +64,7 @@ N_LOG = 24
     BUDGET,  # bytes of patches after which a chain ends
     ENTRY_WORDS,  # largest number of words per entry
     ABOVE,  # distance in bytes to the one that predicts a byte of a quantized frame
+    CHANNEL,  # distance to the previous channel, which may predict it too; 0 without one
     SHARED_KEY,  # first key in the open segment, -1 if there is none
     ENCODED,  # whether a codec encodes the frames, as opaque entries
     BLOBS,  # address of the opaque entries of this push, 0 if frames are patched
@@ -72,8 +73,8 @@ N_LOG = 24
     OBS_ORDER,
     NEXT_INPUT,
     NEXT_ORDER,
-) = range(26)
-N_COLUMN = 26
+) = range(27)
+N_COLUMN = 27
 
 # Numbers of a stream, which is the sequence of frames of one environment.
 (

@@ -55,6 +55,7 @@ from rl_ext_core.frames.log_state import (
     CHAIN,
     CHAIN_BYTES,
     CHAIN_LENGTH,
+    CHANNEL,
     CHANNELS,
     DATA_INPUT,
     DECODED,
@@ -275,13 +276,16 @@ def _append_entry(state, c, env, frame, last, at, bounded):  # type: ignore[no-u
                 kind, found, contents = RESIDUAL_DELTA if in_chain else RESIDUAL_START, size, codes
         elif size >= 0:
             kind, found, contents = DELTA if attempt == 0 else START, size, out
-    most = n_bytes // 2 if bound else n_bytes
+    most = n_bytes
+    if bound:
+        most = 3 * n_bytes // 8 if kind >= RESIDUAL_START else n_bytes // 4
     failed = found & SIZE_MASK > most
     if bounded is not None:  # noqa: SIM102
         if bound and failed and stream[BACKOFF] and not opaque:  # a single frame is not worth the errors
             out = work + _QUANTIZED * pitch
             made, levels = work + _QUANTIZED_FRAME * pitch, work + _LEVELS * pitch
-            size = quantize_frame(frame, state[c + FRAME_BYTES], state[c + ABOVE], bound, made, levels, out)
+            above, channel = state[c + ABOVE], state[c + CHANNEL]
+            size = quantize_frame(frame, state[c + FRAME_BYTES], above, channel, bound, made, levels, out)
             if 0 <= size < found & SIZE_MASK:
                 kind, found, contents = QUANTIZED, size, out
     if not opaque and not skipped:

@@ -19,10 +19,10 @@ from rl_ext_core.frames.store import FrameStore, Observation
 SAMPLES = Path(__file__).parent / "samples"
 CAPACITY, N_ROWS, N_ENVS = 12, 20, 2
 ROW = np.dtype([("number", "<i8"), ("reward", "<f4")])
-# "bounded" moves, so that it contains quantized frames.
+# "bounded" moves, so that it contains quantized frames, and has two channels, which predict each other.
 OBSERVATIONS = {
     "exact": Observation((3, 9, 8), np.uint8, n_stack=3),
-    "bounded": Observation((20, 16), np.uint8, n_stack=1, max_error=4),
+    "bounded": Observation((2, 20, 16), np.uint8, n_stack=1, max_error=4),
     "numbers": Observation((5,), np.float64, n_stack=1),
 }
 _BACKGROUND = (np.arange(72) * 37 % 200).reshape(9, 8).astype(np.uint8)
@@ -47,7 +47,7 @@ def compute_observations(time: int) -> dict[str, np.ndarray]:
         for env in range(N_ENVS)
     ]
     y, x = np.mgrid[:20, :16]
-    bounded = [(y * 3 + (x + 2 * time + env) ** 2) % 250 for env in range(N_ENVS)]
+    bounded = [[(y * 3 + (x + 2 * time + env) ** 2) % 250] * 2 for env in range(N_ENVS)]
     numbers = [[time, -0.0, np.nan, np.inf, time / 3 + env] for env in range(N_ENVS)]
     return {"exact": np.array(every, np.uint8), "bounded": np.array(bounded, np.uint8), "numbers": np.array(numbers)}
 

@@ -46,15 +46,18 @@ def drifting_transitions(layout: StackLayout, n_steps: int, *, n_envs: int = 2, 
     bound=st.integers(1, 127),
     noise=st.sampled_from([0, 3, 60]),
     speed=st.sampled_from([0, 1, 2, 7]),
+    gray=st.booleans(),
 )
 def test_moving_pictures_are_within_max_error(
-    shape: tuple[int, ...], n_stack: int, bound: int, noise: int, speed: int
+    shape: tuple[int, ...], n_stack: int, bound: int, noise: int, speed: int, gray: bool
 ) -> None:
     rng, axis = np.random.default_rng(bound), 0 if len(shape) == 1 or shape[0] <= shape[-1] else len(shape) - 1
     layout = StackLayout(
         tuple(n * (n_stack if at == axis else 1) for at, n in enumerate(shape)), np.uint8, n_stack, axis
     )
     image = rng.integers(256, size=(2, *shape)) // 32 * 32 + np.arange(shape[-1])
+    if gray:
+        image[:] = image[:, :1]
     frames = [np.roll(image, speed * t, -1) + rng.integers(-noise, noise + 1, image.shape) for t in range(42)]
     frames = [frame.clip(0, 255).astype(np.uint8) for frame in frames]
     stacks = [np.concatenate(frames[t : t + n_stack], axis + 1) for t in range(40)]
@@ -69,6 +72,17 @@ def test_max_error_takes_less_memory_however_the_picture_moves(speed: int, bound
     stores = [make_store(200, 2, RGB, max_error=error) for error in (bound, 0)]
     append_all(stores, drifting_transitions(RGB, 200, speed=speed))
     assert stores[0].nbytes < (0.75 if bound == 1 else 0.6) * stores[1].nbytes
+
+
+def test_channels_that_change_together_take_less_memory() -> None:
+    stores = [make_store(200, 2, RGB, max_error=4) for _ in range(2)]
+    for before, after in drifting_transitions(RGB, 200):
+        stores[0].append(before, after)
+        for stack in (before, after):
+            for frame in np.split(stack, 3, axis=1):
+                frame[:] = frame[:, :1] // np.array([1, 2, 1])[:, None, None]
+        stores[1].append(before, after)
+    assert stores[1].nbytes < 0.75 * stores[0].nbytes
 
 
 @pytest.mark.parametrize("n_stack", [None, 3])
