@@ -17,6 +17,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import int64, types, uint8, uint32, uint64
+from numba.core import cgutils
 
 from rl_ext_core.frames.kernel_primitives import (
     define_move,
@@ -64,18 +65,21 @@ def _predict_by_channel(builder: Any, target: Any, source: Any, channel: Any) ->
     store(builder, builder.add(load(builder, source, _WORD), change), target)
 
 
-@inner
-def _count_bits(values):  # type: ignore[no-untyped-def]
-    """Return the number of planes that a group of numbers needs."""
-    any_bit = magnitude = uint8(0)
-    for i in range(GROUP):
-        any_bit |= values[i]
-        magnitude |= uint8(values[i] ^ (uint8(255) if values[i] > uint8(127) else uint8(0)))
-    n_bits = int64(any_bit != 0)
-    while magnitude:
-        n_bits += 1
-        magnitude >>= uint8(1)
-    return n_bits
+@instruction(types.uint64, *[types.uint64] * 3)
+def _subtract_group(builder: Any, target: Any, group: Any, before: Any) -> Any:
+    """Write the difference of two groups; return the number of planes that it needs."""
+    values = builder.sub(load(builder, group, _WORD), load(builder, before, _WORD))
+    store(builder, values, target)
+    signs = builder.ashr(values, ir.Constant(_WORD, [7] * GROUP))
+    byte, word = ir.IntType(8), ir.IntType(64)
+    join, count_zeros = (
+        cgutils.get_or_insert_function(builder.module, ir.FunctionType(byte, kinds), name)
+        for name, kinds in ((f"llvm.vector.reduce.or.v{GROUP}i8", [_WORD]), ("llvm.ctlz.i8", [byte, ir.IntType(1)]))
+    )
+    any_bit, magnitude = builder.call(join, [values]), builder.call(join, [builder.xor(values, signs)])
+    zeros = builder.call(count_zeros, [magnitude, ir.Constant(ir.IntType(1), 0)])
+    n_bits = builder.sub(ir.Constant(byte, 9), zeros)  # with the sign
+    return builder.zext(builder.select(builder.icmp_unsigned("==", any_bit, byte(0)), byte(0), n_bits), word)
 
 
 @inner
@@ -93,14 +97,13 @@ def quantize_frame(frame, n_bytes, above, channel, bound, decoded, work, out):  
     :param above: Distance of a byte to the one that predicts it, at least ``GROUP``.
     :param channel: Distance to the same byte of the previous channel, at least ``GROUP``, or 0.
     :param decoded: Address for the frame that the decoder obtains.
-    :param work: Address of work memory, a frame and ``3 * GROUP`` bytes.
+    :param work: Address of work memory, two frames and ``3 * GROUP`` bytes.
     :param out: Address to write to, with space for a frame and ``GROUP`` bytes.
     :return: Size, or -1 if the frame itself is about as small.
     """
     step, origin, n_groups = 2 * bound + 1, _origin(bound), (n_bytes + GROUP - 1) // GROUP
-    given, made = uint8s(frame, n_bytes), uint8s(decoded, n_bytes)
-    numbers = work + n_groups * GROUP
-    levels, rest, other = uint8s(work, n_groups * GROUP), uint8s(numbers, GROUP), uint8s(numbers + GROUP, GROUP)
+    given, made, levels = uint8s(frame, n_bytes), uint8s(decoded, n_bytes), uint8s(work, n_groups * GROUP)
+    changes, other = uint64(work + n_groups * GROUP), uint64(work + 2 * n_groups * GROUP)
     factor, shift = uint32((1 << 20) // step + 1), uint32(bound - origin)  # a multiplication divides exactly here
     for i in range(n_bytes):
         level = uint8((uint32(given[i]) + shift) * factor >> uint32(20))
@@ -108,19 +111,17 @@ def quantize_frame(frame, n_bytes, above, channel, bound, decoded, work, out):  
         made[i] = uint8(level * uint8(step) + uint8(origin))
     for i in range(n_bytes, n_groups * GROUP):
         levels[i] = levels[i - above] if (n_groups - 1) * GROUP >= above else uint8(0)
+    uint8s(int64(other), GROUP)[:] = 0
     size = n_groups
     for group in range(n_groups):
-        at, planes, flag = group * GROUP, uint64(numbers), 0
-        for i in range(GROUP):
-            rest[i] = uint8(levels[at + i] - (levels[at + i - above] if at >= above else uint8(0)))
-        n_bits = _count_bits(rest)
-        if channel and at >= above + channel and n_bits:
-            for i in range(GROUP):
-                other[i] = uint8(rest[i] - levels[at + i - channel] + levels[at + i - channel - above])
-            fewer = _count_bits(other)
+        at, flag = group * GROUP, uint64(0)
+        here, planes = uint64(work + at), changes + uint64(at)
+        n_bits = _subtract_group(planes, here, here - uint64(above) if at >= above else other)
+        if channel and at >= above + channel + GROUP and n_bits:  # all of the changes there are from above
+            fewer = _subtract_group(other, planes, planes - uint64(channel))
             if fewer < n_bits:
-                n_bits, planes, flag = fewer, uint64(numbers + GROUP), BY_CHANNEL
-        if size + n_bits * (GROUP // 8) > n_bytes - n_bytes // 16:
+                n_bits, planes, flag = fewer, other, uint64(BY_CHANNEL)
+        if size + int64(n_bits) * (GROUP // 8) > n_bytes - n_bytes // 16:
             return -1
         store_u8(uint64(out + group), uint8(n_bits | flag))
         for bit in range(n_bits):
