@@ -29,6 +29,7 @@ from rl_ext_core.errors import (
 from rl_ext_core.recording.episode_log import LogMemory
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.channel import SpinWaiter, should_spin
+from rl_ext_core.vector.environments import EpisodeMonitor
 from sb3_ext import SharedMemoryVecEnv
 from tests.environments import Counting, Failing, Informing, RandomEnv, Returning, Writing
 from tests.sb3_ext.vec_checks import FAST, expect_error, no_workers
@@ -91,6 +92,7 @@ WRONG: list[tuple[Any, str, str]] = [
         "reset() returned a value of type ndarray; expected the 2",
     ),
     (functools.partial(ReturningTooLittle, "step"), "step", "step() returned 4 values; expected the 5 of gymnasium"),
+    (lambda: EpisodeMonitor(ReturningTooLittle("step")), "step", "step() returned 4 values; expected the 5 of gym"),
 ]
 
 

@@ -26,6 +26,7 @@ from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.resources import check_folder
 from rl_ext_core.vector.memory_layout import MemoryLayout
 from rl_ext_core.vector.spaces import device_of, find_attribute
+from rl_ext_core.vector.stepper import STEP_RESULT, check_result_length
 
 __all__ = [
     "CALLS",
@@ -350,11 +351,15 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the environment; add ``info["episode"]`` if the episode ends.
 
-        :raises EnvironmentOutputError: If the episode has ended and the environment was not reset.
+        :raises EnvironmentOutputError: If the episode has ended and the environment was not reset, or it does not
+            return five values.
         """
         if self.needs_reset:
             raise EnvironmentOutputError("this environment needs a reset before it is stepped; use env.reset() first")
-        observation, reward, terminated, truncated, info = self.env.step(action)
+        result: Any = self.env.step(action)
+        if len(result) != 5:
+            result = check_result_length(result, STEP_RESULT)
+        observation, reward, terminated, truncated, info = result
         self.rewards.append(float(reward))
         if terminated or truncated:
             self.needs_reset = True
