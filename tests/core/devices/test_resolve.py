@@ -161,6 +161,7 @@ DECIDED: list[Decided] = [
     expect_cpu(NONE, {RANK: "3"}),
     expect_gpu(0, 0, FOUR, {RANK: "3"}, device="cuda"),  # a named device does not depend on ranks
     expect_cpu(FOUR, {MASK: "", "RAY_JOB_ID": "1"}, says=f"{MASK}=''"),
+    expect_gpu(0, 0, FOUR, {RANK: "3"}, rank=0),
     expect_gpu(1, 1, FOUR, {RANK: "3"}, rank=1),
     expect_gpu(3, 1, FOUR, {MASK: "1,3"}, worker=5),
     expect_gpu(3, 3, FREE, pick="free-memory", says="3.0 GiB"),
