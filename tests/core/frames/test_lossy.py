@@ -144,6 +144,25 @@ def test_adaptive_store_is_exact_until_it_knows_the_layout(n_stack: int | None) 
     assert "lossy" in repr(again)
 
 
+@pytest.mark.parametrize("n_stack", [None, 3])
+def test_errors_do_not_add_up_if_another_key_is_detected_later(n_stack: int | None) -> None:
+    camera = Observation(RGB.shape, np.uint8, n_stack=n_stack, max_error=4)
+    store = FrameStore(
+        300, 2, {"front": camera, "side": camera._replace(n_stack=None), "place": Observation((2,), "f4")}
+    )
+    plain, still = ReferenceStore(300, 2, RGB), np.zeros((2, *RGB.shape), np.uint8)
+    for step, (before, after) in enumerate(drifting_transitions(RGB, 300)):
+        places = [np.full((2, 2), number, np.float32) for number in (step, step + 1)]
+        sides = (still, still) if step < 150 else (before, after)
+        plain.append(before, after)
+        pairs = zip((before, after), sides, places, strict=True)
+        store.append(*({"front": front, "side": side, "place": place} for front, side, place in pairs))
+    found = np.empty((300, *RGB.shape), np.uint8)
+    store.get(np.arange(300), np.zeros(300, np.int64), {"front": found})
+    assert 0 < np.abs(found.astype(int) - plain.observations[:, 0]).max() <= 4
+    assert [store.layout[key].n_stack for key in ("front", "side")] == [3, 3]
+
+
 ARGUMENT, TYPE = InvalidArgumentError, InvalidTypeError
 
 
