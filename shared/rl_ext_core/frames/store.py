@@ -597,7 +597,7 @@ class FrameStore:
     def _update_layouts(self) -> None:
         """Detect the layouts again, and store the transitions again if one has changed."""
         parts = [*self.parts.values()]
-        if not any(part.can_change for part in parts) or self.position not in (0, self.size):
+        if not any(part.can_change for part in parts) or self.first:
             return
         if any(part.is_lossy and not part.waits for part in parts):
             return

@@ -17,7 +17,7 @@ from numba import njit
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
 from rl_ext_core.frames import FrameStore, Observation, StackLayout
 from rl_ext_core.frames.log_quantize import GROUP, decode_quantized, quantize_frame
-from tests.core.frames.transitions import ReferenceStore, append_all, check_contents, make_store
+from tests.core.frames.transitions import ReferenceStore, append_all, check_contents, make_store, make_transitions
 
 RGB = StackLayout((9, 20, 100), np.dtype(np.uint8), 3, 0)
 
@@ -161,6 +161,20 @@ def test_errors_do_not_add_up_if_another_key_is_detected_later(n_stack: int | No
     store.get(np.arange(300), np.zeros(300, np.int64), {"front": found})
     assert 0 < np.abs(found.astype(int) - plain.observations[:, 0]).max() <= 4
     assert [store.layout[key].n_stack for key in ("front", "side")] == [3, 3]
+
+
+def test_full_ring_that_lost_its_oldest_rows_is_not_stored_again() -> None:
+    layout = StackLayout((3, 20, 100), np.dtype(np.uint8), 1, 0)
+    plain, store = (
+        ReferenceStore(64, 2, layout),
+        make_store(64, 2, layout, is_adaptive=True, max_error=4, max_bytes=700_000),
+    )
+    append_all((plain, store), make_transitions(layout, n_steps=70, contents="noise"))
+    assert store.position == plain.position
+    assert store.size < 64
+    rows, found = (store.first + np.arange(store.size)) % 64, np.empty((store.size, *layout.shape), np.uint8)
+    store.get(rows, np.zeros_like(rows), found)
+    np.testing.assert_array_equal(found, plain.observations[rows, 0])
 
 
 ARGUMENT, TYPE = InvalidArgumentError, InvalidTypeError
