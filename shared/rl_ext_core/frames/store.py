@@ -132,13 +132,15 @@ class StoredPart:
     :ivar options: Options of the observations.
     :ivar layout: Current layout.
     :ivar candidates: Possible layouts.
+    :ivar is_lossy: Whether a loss is permitted.
+    :ivar waits: Whether it is not used yet.
     :ivar converter: Function that converts observations of another form than the usual one, or None. It gets them, and
         their name for error texts.
     """
 
     converter: Converter | None = None
 
-    def __init__(self, key: Any, options: Observation, n_envs: int) -> None:
+    def __init__(self, key: Any, options: Observation, n_envs: int, *, others_detect: bool = False) -> None:
         dtype = np.dtype(options.dtype)
         self.key, self.options, self.n_envs = key, options._replace(dtype=dtype), n_envs
         given = options.n_stack
@@ -153,14 +155,15 @@ class StoredPart:
         if not self._lossy_layouts:
             JpegCodec(layouts[-1], options.quality)  # raises
         self.detects = given is None
-        # Until the layout is known, a permitted loss is not used, because storing frames twice would add to it.
-        self.waits = self.detects and (self.is_jpeg or self.max_error > 0)
+        # Until all layouts are known, a permitted loss is not used, because storing frames twice would add to it.
+        self.is_lossy = self.is_jpeg or self.max_error > 0
+        self.waits = self.is_lossy and (self.detects or others_detect)
         self.set_layout(layouts[-1] if self.detects else layouts[0])
 
     @property
     def can_change(self) -> bool:
-        """Whether the layout is detected, and may still change. The errors of a lossy codec would add up."""
-        return self.detects and (self.waits or not (self.is_jpeg or self.max_error))
+        """Whether the settings may still change. The errors of a lossy codec would add up."""
+        return self.waits or (self.detects and not self.is_lossy)
 
     def _has_images(self, layout: StackLayout) -> bool:
         """Return whether the frames of a layout are images that JPEG can store."""
@@ -188,7 +191,7 @@ class StoredPart:
         """Use a layout that was detected, and the permitted loss once the layout is known.
 
         :param found: The layout, or None if it was not found.
-        :param n_stored: Transitions per environment that would be stored again.
+        :param n_stored: Transitions per environment that would be stored again; 0 to permit no loss yet.
         :param is_final: Whether the layout will not be detected again.
         :return: Whether the settings have changed.
         """
@@ -334,9 +337,10 @@ class FrameStore:
             raise InvalidTypeError(f"row_dtype={row_dtype!r} contains Python objects, expected numbers")
         by_key = observation if isinstance(observation, Mapping) else {None: observation}
         self.parts: dict[Any, StoredPart] = {}
+        detects = any(options.n_stack is None for options in by_key.values())
         for key, options in by_key.items():
             with prefix_key(key):
-                self.parts[key] = StoredPart(key, options, self.n_envs)
+                self.parts[key] = StoredPart(key, options, self.n_envs, others_detect=detects)
         self._single = self.parts.get(None)
         self.lock = make_fork_safe_lock()
         self.recovered, self.seen, self._folder = None, 0, None
@@ -444,7 +448,7 @@ class FrameStore:
     @property
     def lossy(self) -> bool:
         """Whether returned observations may differ from the stored ones, now or later."""
-        return any(part.is_jpeg or part.max_error for part in self.parts.values())
+        return any(part.is_lossy for part in self.parts.values())
 
     @property
     def closed(self) -> bool:
@@ -592,23 +596,29 @@ class FrameStore:
     @defer_signals
     def _update_layouts(self) -> None:
         """Detect the layouts again, and store the transitions again if one has changed."""
-        if not any(part.can_change for part in self.parts.values()) or self.position not in (0, self.size):
+        parts = [*self.parts.values()]
+        if not any(part.can_change for part in parts) or self.first:
             return
-        changed = False
-        settings = self._settings["parts"]
-        for number, part in enumerate(self.parts.values()):
-            if part.can_change:
-                changed |= self._update_part(number, part)
-        if not changed:
+        if any(part.is_lossy and not part.waits for part in parts):
+            return
+        settings, is_final = self._settings["parts"], self.seen >= _LAST_CHECK
+        found = [self._detect_layout(number, part) for number, part in enumerate(parts)]
+        is_known = all(layout is not None or not part.waits for part, layout in zip(parts, found, strict=True))
+        n_stored = self.seen if is_known else 0
+        for part, layout in zip(parts, found, strict=True):
+            part.update_layout(layout, n_stored, is_final=is_final)
+        if self._settings["parts"] == settings:
             return
         try:
             self._store_again()
         except (MemoryError, StorageError):  # the new transition is stored already, so the layouts stay
-            for part, old in zip(self.parts.values(), settings, strict=True):
+            for part, old in zip(parts, settings, strict=True):
                 part.restore(old)
 
-    def _update_part(self, number: int, part: StoredPart) -> bool:
-        """Detect the layout of one part; return whether it has changed."""
+    def _detect_layout(self, number: int, part: StoredPart) -> StackLayout | None:
+        """Return the layout of one part that was given or is detected, or None if it was not found."""
+        if not part.detects:
+            return part.layout
         rows = np.arange(max(self.size - _LOOK_BACK, 0), self.size)
         before, after = self._read_rows(number, part, rows)
         below = before[: -self.n_envs], before[self.n_envs :]  # in a rollout, the next row has the next observations
@@ -616,7 +626,7 @@ class FrameStore:
         found = find_layout(shape, dtype, before, after) or find_layout(shape, dtype, *below)
         if found not in (None, part.layout):
             _logger.info("observations of shape %s: frames per stack: %d", shape, found.n_stack)
-        return part.update_layout(found, self.seen, is_final=self.seen >= _LAST_CHECK)
+        return found
 
     def _store_again(self) -> None:
         """Copy all transitions into a log with the current layouts. An exception leaves the old log in use."""

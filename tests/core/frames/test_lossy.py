@@ -17,7 +17,7 @@ from numba import njit
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
 from rl_ext_core.frames import FrameStore, Observation, StackLayout
 from rl_ext_core.frames.log_quantize import GROUP, decode_quantized, quantize_frame
-from tests.core.frames.transitions import ReferenceStore, append_all, check_contents, make_store
+from tests.core.frames.transitions import ReferenceStore, append_all, check_contents, make_store, make_transitions
 
 RGB = StackLayout((9, 20, 100), np.dtype(np.uint8), 3, 0)
 
@@ -142,6 +142,39 @@ def test_adaptive_store_is_exact_until_it_knows_the_layout(n_stack: int | None) 
     append_all((plain, again), drifting_transitions(RGB, 100, seed=1))
     check_contents(again, plain, 4)
     assert "lossy" in repr(again)
+
+
+@pytest.mark.parametrize("n_stack", [None, 3])
+def test_errors_do_not_add_up_if_another_key_is_detected_later(n_stack: int | None) -> None:
+    camera = Observation(RGB.shape, np.uint8, n_stack=n_stack, max_error=4)
+    store = FrameStore(
+        300, 2, {"front": camera, "side": camera._replace(n_stack=None), "place": Observation((2,), "f4")}
+    )
+    plain, still = ReferenceStore(300, 2, RGB), np.zeros((2, *RGB.shape), np.uint8)
+    for step, (before, after) in enumerate(drifting_transitions(RGB, 300)):
+        places = [np.full((2, 2), number, np.float32) for number in (step, step + 1)]
+        sides = (still, still) if step < 150 else (before, after)
+        plain.append(before, after)
+        pairs = zip((before, after), sides, places, strict=True)
+        store.append(*({"front": front, "side": side, "place": place} for front, side, place in pairs))
+    found = np.empty((300, *RGB.shape), np.uint8)
+    store.get(np.arange(300), np.zeros(300, np.int64), {"front": found})
+    assert 0 < np.abs(found.astype(int) - plain.observations[:, 0]).max() <= 4
+    assert [store.layout[key].n_stack for key in ("front", "side")] == [3, 3]
+
+
+def test_full_ring_that_lost_its_oldest_rows_is_not_stored_again() -> None:
+    layout = StackLayout((3, 20, 100), np.dtype(np.uint8), 1, 0)
+    plain, store = (
+        ReferenceStore(64, 2, layout),
+        make_store(64, 2, layout, is_adaptive=True, max_error=4, max_bytes=700_000),
+    )
+    append_all((plain, store), make_transitions(layout, n_steps=70, contents="noise"))
+    assert store.position == plain.position
+    assert store.size < 64
+    rows, found = (store.first + np.arange(store.size)) % 64, np.empty((store.size, *layout.shape), np.uint8)
+    store.get(rows, np.zeros_like(rows), found)
+    np.testing.assert_array_equal(found, plain.observations[rows, 0])
 
 
 ARGUMENT, TYPE = InvalidArgumentError, InvalidTypeError
