@@ -27,6 +27,7 @@ from gymnasium.wrappers import NormalizeObservation, NormalizeReward, TimeAwareO
 from stable_baselines3.common.buffers import DictReplayBuffer
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback, StopTrainingOnNoModelImprovement
 from stable_baselines3.common.envs import BitFlippingEnv
+from stable_baselines3.common.logger import Image, KVWriter, Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.noise import OrnsteinUhlenbeckActionNoise
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
@@ -218,6 +219,63 @@ def ppo(env: Any) -> sb3.PPO:
     return sb3.PPO("MlpPolicy", env, seed=1, n_steps=16, batch_size=8, n_epochs=1, policy_kwargs={**SMALL})
 
 
+class Rows(KVWriter):
+    """Output of a logger that keeps all rows, without times."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def write(self, key_values: Any, key_excluded: Any, step: int = 0) -> None:
+        self.rows.append({name: value for name, value in key_values.items() if not name.startswith("time/")})
+
+
+class MeanOfSteps(BaseCallback):
+    """Callback that logs a mean, and an image, which is not saved."""
+
+    def _on_step(self) -> bool:
+        self.logger.record_mean("steps", self.num_timesteps)
+        self.logger.record("image", Image(np.zeros((1, 1, 3), np.uint8), "HWC"), exclude="csv")
+        return True
+
+
+@pytest.mark.parametrize("cls", [sb3.PPO, sb3.DQN])
+def test_logged_values_equal_those_of_the_run_that_was_not_stopped(cls: Any, tmp_path: pathlib.Path) -> None:
+    options = {**OFF, "train_freq": 3} if cls is sb3.DQN else {**ON, "batch_size": 8, "n_epochs": 1}
+    outputs = Rows(), Rows()
+    model = cls("MlpPolicy", vec_env_of(cartpole), seed=7, **deepcopy(options))
+    model.set_logger(Logger(None, [outputs[0]]))
+    model.learn(160, callback=[ResumeCallback(tmp_path, 60), MeanOfSteps()], log_interval=1)
+    model = resume(tmp_path, vec_env_of(cartpole))
+    model.set_logger(Logger(None, [outputs[1]]))
+    callbacks = [ResumeCallback(tmp_path, 60), MeanOfSteps()]
+    model.learn(160 - model.num_timesteps, callback=callbacks, log_interval=1, reset_num_timesteps=False)
+    rows = [[{name: row[name] for name in row if name != "image"} for row in output.rows] for output in outputs]
+    assert 0 < len(rows[1]) < len(rows[0])
+    assert rows[1] == rows[0][-len(rows[1]) :]
+    assert "train/loss" in rows[1][0]
+
+
+class Warmup(gymnasium.Wrapper):
+    """Environment whose episodes begin with random actions, from the generator from which a model draws, too."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.env.reset(**kwargs)
+        for _ in range(3):
+            observation, _, _, _, info = self.env.step(self.action_space.sample())
+        return observation, info
+
+
+@pytest.mark.parametrize("kind", [DummyVecEnv, SharedMemoryVecEnv])
+def test_environment_that_draws_from_its_action_space(kind: Any, tmp_path: pathlib.Path) -> None:
+    envs = [kind([lambda: Monitor(Warmup(gymnasium.make("CartPole-v1")))] * 2) for _ in range(2)]
+    whole = sb3.DQN("MlpPolicy", envs[0], seed=7, **deepcopy(OFF)).learn(230, callback=ResumeCallback(tmp_path, 90))
+    model = resume(tmp_path, envs[1])
+    model.learn(230 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 90))
+    assert_equal(state_of(whole), state_of(model))
+    for env in envs:
+        env.close()
+
+
 @BOTH_MONITORS
 def test_wrappers_files_and_callbacks_continue(tmp_path: pathlib.Path) -> None:
     def build(name: str) -> Any:
@@ -333,8 +391,8 @@ def test_damaged_save_is_skipped(tmp_path: pathlib.Path) -> None:
 def test_save_of_another_version_is_not_damaged(tmp_path: pathlib.Path) -> None:
     ppo(vec_env_of(cartpole)).learn(32, callback=ResumeCallback(tmp_path, 16))
     marker = max(tmp_path.iterdir()) / "save.json"
-    marker.write_text(marker.read_text().replace("sb3_ext save 3", "sb3_ext save 9"))
-    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 3'\. Use the version"):
+    marker.write_text(marker.read_text().replace("sb3_ext save 4", "sb3_ext save 9"))
+    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 4'\. Use the version"):
         resume(tmp_path, vec_env_of(cartpole))
 
 
