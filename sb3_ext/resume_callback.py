@@ -139,12 +139,19 @@ class ResumeCallback(BaseCallback):
                 f"algorithm on arrays. Use from stable_baselines3 import {type(model).__name__}, or use "
                 "CheckpointCallback"
             )
+        if self.parent is not None:
+            raise InvalidArgumentError(
+                f"ResumeCallback is inside {type(self.parent).__name__}, which does not report the start of rollouts, "
+                "so it would never save: expected a callback of learn(). Use callback=[ResumeCallback(folder, "
+                f"every={self.every}), ...]"
+            )
         for found in (type(model), model.policy_class):
             if "<locals>" in found.__qualname__:
                 raise InvalidTypeError(
                     f"{found.__qualname__} is defined inside a function, where resume() cannot find it: expected a "
                     "class at the top level of a module or script. Move it there"
                 )
+        self.folder = self.folder.absolute()  # callbacks and environments may change the working directory
         check_folder("folder", self.folder)
         _check_storage(model)
         saves = _saves(self.folder)

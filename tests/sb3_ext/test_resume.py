@@ -25,7 +25,12 @@ import stable_baselines3 as sb3
 import torch as th
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward, TimeAwareObservation, TransformObservation
 from stable_baselines3.common.buffers import DictReplayBuffer
-from stable_baselines3.common.callbacks import BaseCallback, EvalCallback, StopTrainingOnNoModelImprovement
+from stable_baselines3.common.callbacks import (
+    BaseCallback,
+    EvalCallback,
+    EveryNTimesteps,
+    StopTrainingOnNoModelImprovement,
+)
 from stable_baselines3.common.envs import BitFlippingEnv
 from stable_baselines3.common.logger import Image, KVWriter, Logger
 from stable_baselines3.common.monitor import Monitor
@@ -558,6 +563,29 @@ def test_callback_of_rollouts_before_resume_callback_is_refused(tmp_path: pathli
     callbacks = [ResumeCallback(tmp_path, 32), Anneal()]
     models[1].learn(64 - models[1].num_timesteps, reset_num_timesteps=False, callback=callbacks)
     assert models[0].ent_coef == models[1].ent_coef
+
+
+def test_callback_inside_another_one_is_refused(tmp_path: pathlib.Path) -> None:
+    callback = EveryNTimesteps(40, ResumeCallback(tmp_path, 32))
+    with pytest.raises(InvalidArgumentError, match=r"inside EveryNTimesteps.* never save.*every=32\), \.\.\.\]"):
+        ppo(vec_env_of(cartpole)).learn(64, callback=callback)
+    assert not list(tmp_path.iterdir())
+
+
+class Move(BaseCallback):
+    """Callback that changes the working directory, as libraries of experiments do."""
+
+    def _on_step(self) -> bool:
+        os.chdir("/")
+        return True
+
+
+def test_relative_folder_is_that_of_the_start_of_training(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ppo(vec_env_of(cartpole)).learn(96, callback=[ResumeCallback("saves", 32), Move()])
+    assert {path.name for path in (tmp_path / "saves").iterdir()} == {"save-32", "save-64"}
 
 
 def test_run_continues_with_another_render_mode(tmp_path: pathlib.Path) -> None:
