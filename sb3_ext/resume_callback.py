@@ -60,7 +60,7 @@ from sb3_ext.vec_env import PoolVecEnv
 
 __all__ = ["ResumeCallback", "resume"]
 
-_FORMAT = "sb3_ext save 3"
+_FORMAT = "sb3_ext save 4"
 _MARKER, _MODEL, _BUFFER, _STATE = "save.json", "model.zip", "replay_buffer.pkl", "state.pkl"
 _STORAGE = "storage"  # copy of storage_dir
 _LOCK = "lock"
@@ -84,6 +84,8 @@ _MODEL_ATTRIBUTES = (
     "exploration_rate",
 )
 _SDE_ATTRIBUTES = ("exploration_mat", "exploration_matrices")
+# Attributes of a logger with the values that it has not written yet.
+_LOGGED = ("name_to_value", "name_to_count", "name_to_excluded")
 # Attributes of callbacks and wrappers of a VecEnv that are not their state.
 _LINKS = ("locals", "globals", "logger", "class_attributes")
 
@@ -137,12 +139,19 @@ class ResumeCallback(BaseCallback):
                 f"algorithm on arrays. Use from stable_baselines3 import {type(model).__name__}, or use "
                 "CheckpointCallback"
             )
+        if self.parent is not None:
+            raise InvalidArgumentError(
+                f"ResumeCallback is inside {type(self.parent).__name__}, which does not report the start of rollouts, "
+                "so it would never save: expected a callback of learn(). Use callback=[ResumeCallback(folder, "
+                f"every={self.every}), ...]"
+            )
         for found in (type(model), model.policy_class):
             if "<locals>" in found.__qualname__:
                 raise InvalidTypeError(
                     f"{found.__qualname__} is defined inside a function, where resume() cannot find it: expected a "
                     "class at the top level of a module or script. Move it there"
                 )
+        self.folder = self.folder.absolute()  # callbacks and environments may change the working directory
         check_folder("folder", self.folder)
         _check_storage(model)
         saves = _saves(self.folder)
@@ -178,6 +187,8 @@ class ResumeCallback(BaseCallback):
         if state is not None:
             _restore_generators(model, state)
             _restore_callbacks(self._callbacks(), state["callbacks"], model)
+            for name, values in state["logged"].items():
+                getattr(self.logger, name).update(values)
             if model._total_timesteps != state["model"]["_total_timesteps"]:
                 total = state["model"]["_total_timesteps"]
                 warnings.warn(
@@ -268,8 +279,10 @@ def resume(
                 model.replay_buffer.ep_length[: len(lengths)] = lengths  # type: ignore[union-attr]
     for name, value in state["model"].items():
         setattr(model, name, _on_device(value, model.device))
-    model.action_space._np_random = state["action_generator"]
+    if state["shares_action_space"]:  # from which environments of a DummyVecEnv may draw, too
+        model.action_space = vec_env.action_space
     problems = _repeat_episodes(environments, state["logs"])
+    model.action_space._np_random = state["action_generator"]
     vec_env.unwrapped._reset_seeds()
     vec_env.unwrapped._reset_options()
     for layer, saved in zip(_layers(vec_env), state["layers"], strict=True):
@@ -666,14 +679,22 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
             if hasattr(model, name)
         },
         "action_generator": model.action_space._np_random,
+        "shares_action_space": model.action_space is vec_env.action_space,
         "generators": _generator_states(model),
         "callbacks": [_state_of(each, model) for each in callbacks],
+        "logged": _logged_values(model.logger),
         "layers": [_state_of(each, vec_env) for each in _layers(vec_env)],
         "environments": environments.layer_states(),
         "logs": environments.episode_logs(),
         "storage": _storage_state(model),
         "run": _runs[model],
     }
+
+
+def _logged_values(logger: Any) -> dict[str, dict[str, Any]]:
+    """Return the numbers and texts that a logger has not written yet, such as losses of the last update."""
+    found = {name for name, value in logger.name_to_value.items() if isinstance(value, (int, float, str, np.generic))}
+    return {each: {name: value for name, value in getattr(logger, each).items() if name in found} for each in _LOGGED}
 
 
 def _storage_dir(model: Any) -> Any:

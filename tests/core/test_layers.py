@@ -190,3 +190,17 @@ def test_attributes_that_cannot_be_saved_are_named_once_they_change(value: Any, 
     _, unsaved, problems = change_one_of_two(value, change)
     assert [name.partition(" (")[0].partition("[")[0] for name in unsaved] == ["Changing.value"]
     assert "Changing.value" in " ".join(problems)
+
+
+# Importing Box2D under warnings as errors kills the process.
+@pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
+def test_addresses_in_c_libraries_are_not_compared() -> None:
+    pytest.importorskip("Box2D")
+    envs = [EpisodeRecorder(gymnasium.make("LunarLander-v3")) for _ in range(2)]
+    envs[0].reset(seed=1)
+    envs[0].step(0)
+    log = envs[0].episode_log()
+    assert log is not None
+    envs[1].repeat(log)
+    states = layer_states(envs[0])
+    assert unsaved_attributes(states) == restore_layers(envs[1], states) == []

@@ -25,8 +25,14 @@ import stable_baselines3 as sb3
 import torch as th
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward, TimeAwareObservation, TransformObservation
 from stable_baselines3.common.buffers import DictReplayBuffer
-from stable_baselines3.common.callbacks import BaseCallback, EvalCallback, StopTrainingOnNoModelImprovement
+from stable_baselines3.common.callbacks import (
+    BaseCallback,
+    EvalCallback,
+    EveryNTimesteps,
+    StopTrainingOnNoModelImprovement,
+)
 from stable_baselines3.common.envs import BitFlippingEnv
+from stable_baselines3.common.logger import Image, KVWriter, Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.noise import OrnsteinUhlenbeckActionNoise
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
@@ -218,6 +224,63 @@ def ppo(env: Any) -> sb3.PPO:
     return sb3.PPO("MlpPolicy", env, seed=1, n_steps=16, batch_size=8, n_epochs=1, policy_kwargs={**SMALL})
 
 
+class Rows(KVWriter):
+    """Output of a logger that keeps all rows, without times."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def write(self, key_values: Any, key_excluded: Any, step: int = 0) -> None:
+        self.rows.append({name: value for name, value in key_values.items() if not name.startswith("time/")})
+
+
+class MeanOfSteps(BaseCallback):
+    """Callback that logs a mean, and an image, which is not saved."""
+
+    def _on_step(self) -> bool:
+        self.logger.record_mean("steps", self.num_timesteps)
+        self.logger.record("image", Image(np.zeros((1, 1, 3), np.uint8), "HWC"), exclude="csv")
+        return True
+
+
+@pytest.mark.parametrize("cls", [sb3.PPO, sb3.DQN])
+def test_logged_values_equal_those_of_the_run_that_was_not_stopped(cls: Any, tmp_path: pathlib.Path) -> None:
+    options = {**OFF, "train_freq": 3} if cls is sb3.DQN else {**ON, "batch_size": 8, "n_epochs": 1}
+    outputs = Rows(), Rows()
+    model = cls("MlpPolicy", vec_env_of(cartpole), seed=7, **deepcopy(options))
+    model.set_logger(Logger(None, [outputs[0]]))
+    model.learn(160, callback=[ResumeCallback(tmp_path, 60), MeanOfSteps()], log_interval=1)
+    model = resume(tmp_path, vec_env_of(cartpole))
+    model.set_logger(Logger(None, [outputs[1]]))
+    callbacks = [ResumeCallback(tmp_path, 60), MeanOfSteps()]
+    model.learn(160 - model.num_timesteps, callback=callbacks, log_interval=1, reset_num_timesteps=False)
+    rows = [[{name: row[name] for name in row if name != "image"} for row in output.rows] for output in outputs]
+    assert 0 < len(rows[1]) < len(rows[0])
+    assert rows[1] == rows[0][-len(rows[1]) :]
+    assert "train/loss" in rows[1][0]
+
+
+class Warmup(gymnasium.Wrapper):
+    """Environment whose episodes begin with random actions, from the generator from which a model draws, too."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.env.reset(**kwargs)
+        for _ in range(3):
+            observation, _, _, _, info = self.env.step(self.action_space.sample())
+        return observation, info
+
+
+@pytest.mark.parametrize("kind", [DummyVecEnv, SharedMemoryVecEnv])
+def test_environment_that_draws_from_its_action_space(kind: Any, tmp_path: pathlib.Path) -> None:
+    envs = [kind([lambda: Monitor(Warmup(gymnasium.make("CartPole-v1")))] * 2) for _ in range(2)]
+    whole = sb3.DQN("MlpPolicy", envs[0], seed=7, **deepcopy(OFF)).learn(230, callback=ResumeCallback(tmp_path, 90))
+    model = resume(tmp_path, envs[1])
+    model.learn(230 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 90))
+    assert_equal(state_of(whole), state_of(model))
+    for env in envs:
+        env.close()
+
+
 @BOTH_MONITORS
 def test_wrappers_files_and_callbacks_continue(tmp_path: pathlib.Path) -> None:
     def build(name: str) -> Any:
@@ -333,8 +396,8 @@ def test_damaged_save_is_skipped(tmp_path: pathlib.Path) -> None:
 def test_save_of_another_version_is_not_damaged(tmp_path: pathlib.Path) -> None:
     ppo(vec_env_of(cartpole)).learn(32, callback=ResumeCallback(tmp_path, 16))
     marker = max(tmp_path.iterdir()) / "save.json"
-    marker.write_text(marker.read_text().replace("sb3_ext save 3", "sb3_ext save 9"))
-    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 3'\. Use the version"):
+    marker.write_text(marker.read_text().replace("sb3_ext save 4", "sb3_ext save 9"))
+    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 4'\. Use the version"):
         resume(tmp_path, vec_env_of(cartpole))
 
 
@@ -500,6 +563,29 @@ def test_callback_of_rollouts_before_resume_callback_is_refused(tmp_path: pathli
     callbacks = [ResumeCallback(tmp_path, 32), Anneal()]
     models[1].learn(64 - models[1].num_timesteps, reset_num_timesteps=False, callback=callbacks)
     assert models[0].ent_coef == models[1].ent_coef
+
+
+def test_callback_inside_another_one_is_refused(tmp_path: pathlib.Path) -> None:
+    callback = EveryNTimesteps(40, ResumeCallback(tmp_path, 32))
+    with pytest.raises(InvalidArgumentError, match=r"inside EveryNTimesteps.* never save.*every=32\), \.\.\.\]"):
+        ppo(vec_env_of(cartpole)).learn(64, callback=callback)
+    assert not list(tmp_path.iterdir())
+
+
+class Move(BaseCallback):
+    """Callback that changes the working directory, as libraries of experiments do."""
+
+    def _on_step(self) -> bool:
+        os.chdir("/")
+        return True
+
+
+def test_relative_folder_is_that_of_the_start_of_training(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ppo(vec_env_of(cartpole)).learn(96, callback=[ResumeCallback("saves", 32), Move()])
+    assert {path.name for path in (tmp_path / "saves").iterdir()} == {"save-32", "save-64"}
 
 
 def test_run_continues_with_another_render_mode(tmp_path: pathlib.Path) -> None:

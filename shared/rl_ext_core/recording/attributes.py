@@ -156,6 +156,8 @@ def _classify(value: Any) -> tuple[str, Any]:
     cls, torch = type(value), sys.modules.get("torch")
     if isinstance(value, enum.Enum):
         return "enum", value.name
+    if cls.__name__ == "SwigPyObject":  # an address, such as that of a body of Box2D, which differs in each process
+        return "opaque", None
     if cls is np.ndarray and value.nbytes > _MAX_BYTES and not value.dtype.hasobject:
         return "unsaved", zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
     if not (cls in _DICTS and _parts_of(value)):

@@ -190,7 +190,7 @@ def _unlike_error(layers: Sequence[Any], reason: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"the environment, {' of '.join(type(layer).__name__ for layer in layers)}, is not built like the recorded one "
         f"({reason}); expected the same wrappers and spaces. Use --env module:function, with a function that builds "
-        "them all"
+        "them all, also the Monitor that make_vec_env adds"
     )
 
 
