@@ -18,7 +18,8 @@ from sb3_ext.tensor import TensorReplayBuffer
 from tests.sb3_ext.buffer_envs import assert_same_draws
 
 BOX = spaces.Box(-np.inf, np.inf, (2,), np.float32)
-DICT = spaces.Dict({"a": BOX, "b": spaces.Box(0, 255, (3, 2), np.uint8)})
+DEPTH = spaces.Box(0, 999, (2,), np.uint16)  # torch does not index uint16
+DICT = spaces.Dict({"a": BOX, "b": spaces.Box(0, 255, (3, 2), np.uint8), "c": DEPTH})
 ACTIONS = spaces.Box(-1, 1, (1,), np.float32)
 
 
