@@ -405,6 +405,42 @@ def test_episodes_of_the_environment_keep_their_keys(key: str) -> None:
     assert episodes[0][0].keys() == {"r", "l", key}
 
 
+class Reports(Points):
+    """Points that report successes or episodes in another form, some in buffers that the next step overwrites."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(length=5)
+        self._form, self._episodes = form, 0
+        self._success = torch.zeros(4)
+
+    def step(self, action: torch.Tensor) -> Any:
+        *results, info = super().step(action)
+        success, done = info.pop("is_success"), results[2] | results[3]
+        self._success.copy_(success)
+        self._episodes += 1
+        return *results, {
+            **info,
+            **{
+                "mask": lambda: {"is_success": success, "_is_success": torch.arange(4) % 2 == 0},
+                "buffer": lambda: {"is_success": self._success},
+                "array": lambda: {"is_success": self._success.numpy() > 0},
+                "list": lambda: {"is_success": success.tolist()},
+                "final_info": lambda: {"final_info": [{"is_success": flag} if flag else {} for flag in done.tolist()]},
+                "episode": lambda: {
+                    "episode": {"r": torch.arange(4) + self._episodes, "l": torch.full((4,), self._episodes)},
+                    "_episode": done & (torch.arange(4) > 0),
+                },
+            }[self._form](),
+        }
+
+
+@pytest.mark.parametrize("form", ["mask", "buffer", "array", "list", "final_info", "episode"])
+def test_statistics_that_the_environment_reports_are_logged(form: str) -> None:
+    """As with Stable Baselines3, also if RecordEpisodeStatistics is inside of a wrapper that scales rewards."""
+    ours, _ = train_both("PPO", 64, lambda module: GymVecEnv(Reports(form), tensors=module is tensor))
+    assert (len(ours.ep_success_buffer) > 0) == (form != "episode")  # type: ignore[arg-type]
+
+
 def test_lost_last_observations_are_reported_at_the_log() -> None:
     env = GymVecEnv(Points(final_obs=False, length=3), tensors=True)
     with pytest.raises(EnvironmentOutputError, match="compute_final_obs"):
