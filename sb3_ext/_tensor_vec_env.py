@@ -69,12 +69,13 @@ class TensorVecEnv(VecEnvWrapper):
         for row, info in ended:
             truncated[row] = info.get("TimeLimit.truncated", False)
             map_arrays(partial(_write_row, row), final, info["terminal_observation"])
+        final = None if final is None else map_arrays(torch.tensor, final)
         found = TensorInfos(
             torch.tensor(dones),
             torch.from_numpy(truncated),
-            None if final is None else map_arrays(torch.tensor, final),
+            final,
             None,
-            lambda _: infos,
+            partial(_write_final_observations, infos, final),
         )
         return map_arrays(torch.tensor, observations), torch.tensor(rewards), found.dones, found
 
@@ -96,6 +97,18 @@ def map_data(function: Any, value: Any) -> Any:
 def _write_row(row: int, batch: np.ndarray[Any, Any], value: Any) -> None:
     """Write a row of an array."""
     batch[row] = value
+
+
+def _write_final_observations(infos: list[Any], original: Any, found: TensorInfos) -> list[Any]:
+    """Write last observations that a wrapper has normalized into the infos, as ``VecNormalize`` does.
+
+    :param original: last observations before the wrapper
+    """
+    final = found.final_observation
+    for row, info in enumerate(infos) if final is not original else ():
+        if "terminal_observation" in info:
+            info["terminal_observation"] = map_arrays(lambda part, row=row: copy_to_array(part[row]), final)
+    return infos
 
 
 def check_layers(env: Any) -> None:

@@ -504,6 +504,14 @@ def test_algorithms_on_arrays_are_refused_on_tensors(kind: Any) -> None:
 # -- files
 
 
+@pytest.mark.parametrize("name", ["PPO", "SAC"])
+def test_a_loaded_model_that_a_callback_stops_at_its_first_step(name: str, tmp_path: Path) -> None:
+    make_model(name).learn(64).save(tmp_path / "model.zip")
+    model = getattr(tensor, name).load(tmp_path / "model.zip", make_env(True), force_reset=False)
+    without_logger(model).learn(64, lambda *_: False, reset_num_timesteps=False)
+    assert model.num_timesteps == 68
+
+
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("name", ["PPO", "A2C", "SAC", "TD3", "DQN"])
 def test_files_are_read_by_both_modules(name: str, tmp_path: Path) -> None:
@@ -624,6 +632,38 @@ def test_callbacks_see_the_episodes_of_a_rollout_at_its_end(name: str, steps: in
     assert len(found[0][0][0]) > 0
 
 
+@pytest.mark.parametrize("resets", [False, True])
+def test_training_after_an_interrupt_counts_the_episodes_of_sb3(resets: bool) -> None:
+    def interrupt(variables: Any, _: Any) -> bool:
+        if variables["self"].num_timesteps == 120:
+            raise KeyboardInterrupt
+        return True
+
+    found = []
+    for module in (tensor, sb3):
+        model = make_model("SAC", module, length=5, train_freq=16)
+        with pytest.raises(KeyboardInterrupt):
+            model.learn(2000, interrupt)
+        model.learn(64, reset_num_timesteps=resets)
+        found.append((model._episode_num, [info["r"] for info in model.ep_info_buffer]))
+    assert found[0] == found[1]
+
+
+def test_callbacks_see_normalized_last_observations_of_environments_on_arrays() -> None:
+    found: list[Any] = []
+
+    def record(variables: Any, _: Any) -> bool:
+        infos = [info for info in variables["infos"] if "terminal_observation" in info]
+        found[-1].extend(info["terminal_observation"].tolist() for info in infos)
+        return True
+
+    for module in (tensor, sb3):
+        found.append([])
+        make_model("SAC", module, make_of_arrays(module, "Pendulum-v1", normalized=True)).learn(630, record)
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
+
+
 def test_episodes_on_other_devices_are_read_at_the_log_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading them after each step would wait for the device."""
     model = make_model("SAC", length=5, train_freq=1)
@@ -632,7 +672,7 @@ def test_episodes_on_other_devices_are_read_at_the_log_and_at_the_end(monkeypatc
     monkeypatch.setattr(model, "_read_episodes", lambda: reads.append(model.num_timesteps) or read())
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     model.learn(80, log_interval=None)
-    assert reads == [80]
+    assert reads == [0, 80]  # before the first step, and at the end
 
 
 @pytest.mark.parametrize("normalized", [False, True])
