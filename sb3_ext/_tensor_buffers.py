@@ -15,6 +15,7 @@ from stable_baselines3.common import type_aliases as types
 from stable_baselines3.common.buffers import BaseBuffer, DictReplayBuffer, ReplayBuffer, RolloutBuffer
 from stable_baselines3.common.vec_env import VecNormalize
 
+from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.vector.array_frameworks import leaves, map_arrays, to_numpy
 from rl_ext_core.vector.environments import check_count
@@ -413,6 +414,7 @@ class TensorReplayBuffer(ReplayBuffer):
 
         return map_arrays(place, found, self.observations)
 
+    @defer_signals  # an interrupt could change the next observations of the previous step
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Add a transition of each environment.
 
