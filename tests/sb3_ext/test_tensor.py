@@ -602,6 +602,25 @@ def test_callbacks_of_sb3_work(name: str, tmp_path: Path) -> None:
     VecNormalize.load(str(tmp_path / "rl_model_vecnormalize_80_steps.pkl"), make_env(False))
 
 
+@pytest.mark.parametrize("on_arrays", [False, True])
+def test_evaluation_environments_are_wrapped_like_training_environments(on_arrays: bool) -> None:
+    rewards = []
+    for module, kind in ((tensor, TensorVecNormalize), (sb3, VecNormalize)):
+
+        def make(module: Any = module) -> Any:
+            if on_arrays:
+                return make_of_arrays(module, "Pendulum-v1", normalized=True)
+            return make_env(module is tensor, normalized=True)
+
+        inner = make().venv
+        inner.seed(1)
+        evaluation = EvalCallback(kind(inner, training=False), eval_freq=20, n_eval_episodes=2, verbose=0, warn=False)  # type: ignore[abstract]
+        make_model("PPO", module, make()).learn(96, evaluation)
+        rewards.append(evaluation.last_mean_reward)
+    assert rewards[0] == rewards[1]
+    assert np.isfinite(rewards[0])
+
+
 class EpisodeRecorder(BaseCallback):
     """Callback that records the episode statistics that the algorithm has after each rollout."""
 
