@@ -348,7 +348,7 @@ class TensorVecNormalize(VecNormalize):
         """Undo :meth:`normalize_reward`, except for clipping."""
         if not isinstance(reward, torch.Tensor) or not self.norm_reward:
             return super().unnormalize_reward(reward)
-        return reward * torch.sqrt(self._tensor_rms["ret_rms"].to(reward.device).var + self.epsilon)
+        return reward.double() * torch.sqrt(self._tensor_rms["ret_rms"].to(reward.device).var + self.epsilon)
 
     def get_original_obs(self) -> Any:
         """Return the observations of the last step or reset, without normalization."""

@@ -320,8 +320,10 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
     def _choose_actions(self) -> torch.Tensor:
         """Return actions of the policy in the action space, with exploration."""
         self.policy.set_training_mode(False)
+        # A copy, as in Stable Baselines3: a policy may change its input in place, and the buffer stores the original.
+        observations = map_arrays(torch.clone, self._on_device(self._last_obs))
         with torch.no_grad(), without_validation():
-            actions = self.policy._predict(self._on_device(self._last_obs), deterministic=False)
+            actions = self.policy._predict(observations, deterministic=False)
         return self._to_env_actions(actions.reshape(-1, *self.action_space.shape))  # type: ignore[misc]
 
     def _sample_action(self, learning_starts: int, action_noise: Any = None, n_envs: int = 1) -> Any:

@@ -218,6 +218,21 @@ def test_weights_with_options_of_vec_normalize_equal_those_of_sb3(options: dict[
     VecNormalize.load(str(tmp_path / "file.pkl"), make_env(False, as_dict="norm_obs_keys" in options))
 
 
+class InPlace(BaseFeaturesExtractor):
+    """Features extractor that changes its input."""
+
+    def __init__(self, observation_space: Any) -> None:
+        super().__init__(observation_space, features_dim=4)
+
+    def forward(self, observations: torch.Tensor) -> Any:
+        return observations.mul_(0.5)
+
+
+@pytest.mark.parametrize("name", ["PPO", "DQN"])
+def test_policies_that_change_their_input_get_the_weights_of_sb3(name: str) -> None:
+    train_both(name, 120, policy_kwargs={"net_arch": [8], "features_extractor_class": InPlace})
+
+
 def test_single_environments_are_wrapped_and_their_images_transposed() -> None:
     options: dict[str, Any] = {"n_steps": 8, "batch_size": 8, "n_epochs": 1, "seed": 0, "device": "cpu"}
     assert_equal_weights(
@@ -563,6 +578,19 @@ def test_files_of_normalization_are_read_by_both_classes(tmp_path: Path) -> None
                 env.step(np.ones((4, 2), np.float32))
     with pytest.raises(ValueError, match="already initialized"):
         env.set_venv(envs[0].venv)
+
+
+def test_normalized_rewards_and_observations_are_undone_as_by_vec_normalize() -> None:
+    ours, theirs = (make_env(on, normalized=True) for on in (True, False))
+    for env in (ours, theirs):
+        env.seed(0)
+        env.reset()
+        env.step(np.ones((4, 2), np.float32))
+    observations, rewards = theirs.get_original_obs(), theirs.get_original_reward()
+    for name, values in (("unnormalize_obs", observations), ("unnormalize_reward", rewards)):
+        expected = getattr(theirs, name)(values)
+        for found in (getattr(ours, name)(values), getattr(ours, name)(torch.from_numpy(values)).numpy()):
+            np.testing.assert_array_equal(found, expected, strict=True)
 
 
 # -- callbacks, predictions
