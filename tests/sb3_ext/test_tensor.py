@@ -25,7 +25,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.noise import OrnsteinUhlenbeckActionNoise
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
+from stable_baselines3.common.vec_env import VecEnvWrapper, VecMonitor, VecNormalize
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.vector.array_frameworks import map_arrays
@@ -216,6 +216,32 @@ def test_weights_with_options_of_vec_normalize_equal_those_of_sb3(options: dict[
     ours, _ = train_both("SAC", 80, make)
     ours.env.save(str(tmp_path / "file.pkl"))
     VecNormalize.load(str(tmp_path / "file.pkl"), make_env(False, as_dict="norm_obs_keys" in options))
+
+
+class Flipped(VecEnvWrapper):
+    """Wrapper that flips observations, and ends episodes with or without last observations."""
+
+    def __init__(self, venv: Any, *, has_last: bool) -> None:
+        super().__init__(venv)
+        self._has_last = has_last
+
+    def reset(self) -> Any:
+        return self.venv.reset()[:, ::-1]  # type: ignore[call-overload, index]
+
+    def step_wait(self) -> Any:
+        observations, rewards, dones, infos = self.venv.step_wait()
+        for info in infos:
+            last = info.pop("terminal_observation", None)
+            if last is not None and self._has_last:
+                info["terminal_observation"] = last[::-1]
+        return observations[:, ::-1], rewards, dones, infos  # type: ignore[call-overload, index]
+
+
+@pytest.mark.parametrize("has_last", [False, True])
+def test_environments_on_arrays_with_other_outputs(has_last: bool) -> None:
+    """Arrays with negative strides, and time limits without last observations, as of gym3's environments."""
+    options = {"max_episode_steps": 9}
+    train_both("SAC", 300, lambda _: Flipped(make_vec_env("Pendulum-v1", 3, 0, env_kwargs=options), has_last=has_last))
 
 
 class InPlace(BaseFeaturesExtractor):
