@@ -15,6 +15,7 @@ from stable_baselines3.common import type_aliases as types
 from stable_baselines3.common.buffers import BaseBuffer, DictReplayBuffer, ReplayBuffer, RolloutBuffer
 from stable_baselines3.common.vec_env import VecNormalize
 
+from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.vector.array_frameworks import leaves, map_arrays, to_numpy
 from rl_ext_core.vector.environments import check_count
@@ -226,7 +227,8 @@ class _LastObservations:
         places = self._n_envs + torch.where(differs, numbers, self._next) % self._capacity
         rows = differs.nonzero().view(-1) if differs.is_cpu else torch.arange(self._n_envs, device=differs.device)
         if len(rows):
-            map_arrays(lambda part: part.index_copy_(0, places[rows], part.index_select(0, rows)), self._table)
+            table = map_arrays(_as_integers, self._table)
+            map_arrays(lambda part: part.index_copy_(0, places[rows], part.index_select(0, rows)), table)
 
     def reserve(self, position: int) -> None:
         """Make place for the next observations of the step that will be added at a position, and of those after it.
@@ -256,7 +258,8 @@ class _LastObservations:
         def copy(table: torch.Tensor) -> torch.Tensor:
             """Copy one leaf."""
             larger = table.new_zeros(self._n_envs + capacity, *table.shape[1:])
-            return larger.index_copy_(0, new, table.index_select(0, old))
+            _as_integers(larger).index_copy_(0, new, _as_integers(table).index_select(0, old))
+            return larger
 
         self._table, self._capacity = map_arrays(copy, self._table), capacity
 
@@ -303,6 +306,14 @@ class _LastObservations:
         return map_arrays(join, observations, self._table)
 
 
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by size in bytes
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """View numbers as integers of the same size, because torch does not index uint16, uint32 and uint64."""
+    return tensor.view(_INTEGERS[tensor.itemsize])
+
+
 def _rows_differ(first: torch.Tensor, second: torch.Tensor, axes: int = 1) -> torch.Tensor:
     """Return whether rows differ in any bit, so that NaN equals NaN, and 0.0 differs from -0.0.
 
@@ -310,8 +321,7 @@ def _rows_differ(first: torch.Tensor, second: torch.Tensor, axes: int = 1) -> to
     """
     first, second = (part.flatten(axes) if part.ndim > axes else part.unsqueeze(-1) for part in (first, second))
     nbytes = first.shape[-1] * first.itemsize
-    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-    widest = next(dtype for size, dtype in integers.items() if nbytes % size == 0)
+    widest = next(dtype for size, dtype in _INTEGERS.items() if nbytes % size == 0)
     return (first.view(widest) != second.view(widest)).any(-1)
 
 
@@ -404,6 +414,7 @@ class TensorReplayBuffer(ReplayBuffer):
 
         return map_arrays(place, found, self.observations)
 
+    @defer_signals  # an interrupt could change the next observations of the previous step
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Add a transition of each environment.
 

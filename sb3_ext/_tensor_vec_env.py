@@ -50,7 +50,7 @@ class TensorVecEnv(VecEnvWrapper):
                 f"{type(self.unwrapped).__name__} is a VecEnv that returns {framework_of(observations)} tensors, "
                 "expected arrays. Pass the environment in it: GymVecEnv(env, tensors=True)"
             )
-        return map_arrays(torch.tensor, observations)
+        return map_arrays(_copy_to_tensor, observations)
 
     def step_async(self, actions: Any) -> None:
         """Begin a step with a tensor or an array of actions."""
@@ -62,21 +62,28 @@ class TensorVecEnv(VecEnvWrapper):
         observations, rewards, dones, infos = result = self.venv.step_wait()
         if self._returns_arrays:
             return result
-        ended = [(row, infos[row]) for row in dones.nonzero()[0].tolist()]
-        ended = [(row, info) for row, info in ended if info.get("terminal_observation") is not None]
-        truncated = np.zeros(len(dones), bool)
+        dones, truncated = np.array(dones, bool), np.zeros(len(dones), bool)
+        rows = dones.nonzero()[0].tolist()
+        truncated[rows] = [infos[row].get("TimeLimit.truncated", False) for row in rows]
+        ended = [(row, infos[row]) for row in rows if infos[row].get("terminal_observation") is not None]
         final = map_arrays(np.copy, observations) if ended else None
         for row, info in ended:
-            truncated[row] = info.get("TimeLimit.truncated", False)
             map_arrays(partial(_write_row, row), final, info["terminal_observation"])
+        final = None if final is None else map_arrays(_copy_to_tensor, final)
         found = TensorInfos(
-            torch.tensor(dones),
+            torch.from_numpy(dones),
             torch.from_numpy(truncated),
-            None if final is None else map_arrays(torch.tensor, final),
+            final,
             None,
-            lambda _: infos,
+            partial(_write_final_observations, infos, final),
         )
-        return map_arrays(torch.tensor, observations), torch.tensor(rewards), found.dones, found
+        return map_arrays(_copy_to_tensor, observations), torch.tensor(rewards), found.dones, found
+
+
+def _copy_to_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Copy an array to a tensor. torch refuses negative strides, as of images that a wrapper has flipped."""
+    is_flipped = any(stride < 0 for stride in array.strides)
+    return torch.tensor(array.copy("K") if is_flipped else array)
 
 
 def copy_to_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -96,6 +103,18 @@ def map_data(function: Any, value: Any) -> Any:
 def _write_row(row: int, batch: np.ndarray[Any, Any], value: Any) -> None:
     """Write a row of an array."""
     batch[row] = value
+
+
+def _write_final_observations(infos: list[Any], original: Any, found: TensorInfos) -> list[Any]:
+    """Write last observations that a wrapper has normalized into the infos, as ``VecNormalize`` does.
+
+    :param original: last observations before the wrapper
+    """
+    final = found.final_observation
+    for row, info in enumerate(infos) if final is not original else ():
+        if "terminal_observation" in info:
+            info["terminal_observation"] = map_arrays(lambda part, row=row: copy_to_array(part[row]), final)
+    return infos
 
 
 def check_layers(env: Any) -> None:
@@ -335,7 +354,7 @@ class TensorVecNormalize(VecNormalize):
         """Undo :meth:`normalize_reward`, except for clipping."""
         if not isinstance(reward, torch.Tensor) or not self.norm_reward:
             return super().unnormalize_reward(reward)
-        return reward * torch.sqrt(self._tensor_rms["ret_rms"].to(reward.device).var + self.epsilon)
+        return reward.double() * torch.sqrt(self._tensor_rms["ret_rms"].to(reward.device).var + self.epsilon)
 
     def get_original_obs(self) -> Any:
         """Return the observations of the last step or reset, without normalization."""

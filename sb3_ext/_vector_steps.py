@@ -325,10 +325,11 @@ class TensorInfos(Sequence[dict[str, Any]]):
     :ivar truncated: whether it ended by truncation alone, bool
     :ivar final_observation: last observations, (n, ...) each, valid where episodes have ended. None if no episode has
         ended, or if the environment does not return them
-    :ivar returns: sum of rewards since the start of each episode, float64. None if the dicts contain the statistics
-    :ivar lengths: steps since the start of each episode, int64
+    :ivar returns: sum of rewards since the start of each episode, float64. None if the dicts contain the statistics.
+        If the environment reports the return of an episode, as ``RecordEpisodeStatistics`` does, that return
+    :ivar lengths: steps since the start of each episode, int64; those of the environment in the same way
     :ivar seconds: time since the environment was created
-    :ivar success: ``is_success`` in the info of each environment, float32, or None
+    :ivar success: ``is_success`` in the info of each environment, float64, NaN where it is missing; or None
     """
 
     returns: Any = None
@@ -389,7 +390,7 @@ class TensorStepper(BatchStepper):
         """Take a step.
 
         :param actions: tensor, (n, ...)
-        :return: observations, rewards, dones and :class:`TensorInfos` without episode statistics
+        :return: observations, rewards, dones and :class:`TensorInfos` with episode statistics of the environment only
         """
         dtype = torch_dtype(self.action_dtype)
         observation, reward, terminated, truncated, info = self.stepper.step(actions.to(self.device, dtype))
@@ -402,16 +403,17 @@ class TensorStepper(BatchStepper):
         final = self._final_leaves(leaves, dones, info)
         if not self.stepper.resets_in_step and final is not None:
             leaves, info = self._reset_ended(final, dones, info)
-        # Splitting the info takes time, and few environments report successes.
-        success = self.stepper.infos(info)[0].get("is_success") if info.keys() & {"is_success", "final_info"} else None
+        # Splitting the info takes time, and few environments report successes or episodes.
+        own = self.stepper.infos(info)[0] if info.keys() & {"is_success", "episode", "final_info"} else {}
         infos = TensorInfos(
             dones,
             truncated,
             None if final is None else self.layout.build_observation(final),
-            self._as_tensor(success, "is_success").float() if isinstance(success, torch.Tensor) else None,
+            self._select_numbers(own, "is_success"),
             partial(self._build_infos, info=info),
             self.stepper.missing_final_obs_error,
         )
+        infos.returns, infos.lengths = (self._select_numbers(own, "episode", key) for key in ("r", "l"))
         return self.layout.build_observation(leaves), rewards, dones, infos
 
     def _copy_parts(self, parts: list[Any]) -> list[Any]:
@@ -429,6 +431,26 @@ class TensorStepper(BatchStepper):
     def _as_tensor(self, values: Any, name: str) -> torch.Tensor:
         """Convert values to an (n,) tensor on the device."""
         return self._as_vector(torch.as_tensor(values, device=self.device), name).detach()  # type: ignore[no-any-return]
+
+    def _select_numbers(self, info: Any, *keys: str) -> torch.Tensor | None:
+        """Return a number of each environment, (n,) float64, NaN where it is missing; None if the info lacks it.
+
+        :param keys: keys of the number in nested dicts
+        """
+        found, masks = info, []
+        for key in keys:
+            if not isinstance(found, dict):
+                return None
+            masks += [found[f"_{key}"]] if is_mask(found, f"_{key}", self._num_envs) else []
+            found = found.get(key)
+        if isinstance(found, list | tuple | np.ndarray):
+            found = np.array([*map(to_numpy, found)], np.float64)  # None becomes NaN
+        if getattr(found, "shape", ())[:1] != (self._num_envs,):
+            return None
+        found = self._as_tensor(found, keys[-1]).to(torch.float64, copy=True)  # the environment may overwrite it
+        for mask in masks:
+            found = found.masked_fill(~torch.as_tensor(mask, device=self.device), torch.nan)
+        return found
 
     def _final_leaves(self, leaves: list[Any], dones: torch.Tensor, info: Any) -> list[Any] | None:
         """Return last observations, (n, ...) each; None if the step returned none."""

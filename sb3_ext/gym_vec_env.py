@@ -191,10 +191,10 @@ class GymVecEnv(CheckedVecEnv):
         is_tensor = isinstance(actions, torch.Tensor)
         actions = actions if is_tensor else torch.from_numpy(np.asarray(actions, self.action_space.dtype))
         observations, rewards, dones, infos = self._tensor_stepper.step(actions)
-        infos.returns, infos.lengths = self._episode_returns + rewards, self._episode_lengths + 1
+        returns, lengths = self._episode_returns + rewards, self._episode_lengths + 1
+        infos.returns, infos.lengths = _prefer(infos.returns, returns), _prefer(infos.lengths, lengths)
         infos.seconds = round(time.time() - self._start_time, 6)
-        self._episode_returns = infos.returns.masked_fill(dones, 0)
-        self._episode_lengths = infos.lengths.masked_fill(dones, 0)
+        self._episode_returns, self._episode_lengths = returns.masked_fill(dones, 0), lengths.masked_fill(dones, 0)
         return (observations, rewards, dones, infos) if is_tensor else to_arrays(observations, rewards, dones, infos)
 
     def _complete_infos(self, ended: list[EndedEpisode], infos: list[Any]) -> None:
@@ -334,6 +334,11 @@ class GymVecEnv(CheckedVecEnv):
 
 
 # -- tensors
+
+
+def _prefer(numbers: torch.Tensor | None, others: torch.Tensor) -> torch.Tensor:
+    """Return numbers of the environment, or others where they are NaN or None."""
+    return others if numbers is None else torch.where(numbers.isnan(), others, numbers.to(others.dtype))
 
 
 def to_arrays(observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any, Any, list[Any]]:

@@ -12,6 +12,7 @@ from rl_ext_core._values import copy_output
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.environments import check_env_fns, make_factories
 from rl_ext_core.vector.memory_layout import MemoryLayout
+from rl_ext_core.vector.stepper import RESET_RESULT, STEP_RESULT, check_result_length
 from sb3_ext.vec_env import CheckedVecEnv, Indices
 
 __all__ = ["MultiAgentVecEnv", "is_parallel_env"]
@@ -138,7 +139,8 @@ class MultiAgentVecEnv(CheckedVecEnv):
 
     def _reset_env(self, env_index: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Reset one environment, and write the rows of its agents."""
-        observations, infos = self.envs[env_index].reset(seed=seed, **({"options": options} if options else {}))
+        result = self.envs[env_index].reset(seed=seed, **({"options": options} if options else {}))
+        observations, infos = check_result_length(result, RESET_RESULT)
         for row, agent in self._agent_rows(env_index):
             self._alive[row] = agent in observations
             self._write_observation(row, observations.get(agent))
@@ -170,7 +172,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         """Take the step.
 
         :return: observations, rewards, dones and infos, see the class
-        :raises EnvironmentOutputError: If an environment returns nothing for an agent that is alive.
+        :raises EnvironmentOutputError: If an environment returns nothing for an agent that is alive, or has an old API.
         """
         actions = self._take_actions()
         rewards, dones = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, bool)
@@ -183,7 +185,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
 
     def _process_step(self, env_index: int, result: Any, rewards: Any, dones: Any, infos: list[dict[str, Any]]) -> None:
         """Process the result of one environment's step, and reset the environment if it has ended."""
-        observations, all_rewards, terminated, truncated, all_infos = result
+        observations, all_rewards, terminated, truncated, all_infos = check_result_length(result, STEP_RESULT)
         env_ended = not self.envs[env_index].agents or all(
             terminated.get(agent, True) or truncated.get(agent, True) for agent in self.envs[env_index].agents
         )

@@ -40,7 +40,7 @@ from stable_baselines3.common.utils import should_collect_more_steps
 from stable_baselines3.common.vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, MissingDependencyError
-from rl_ext_core.vector.array_frameworks import leaves, map_arrays, take_rows, to_numpy
+from rl_ext_core.vector.array_frameworks import map_arrays, take_rows, to_numpy
 from sb3_ext import _tensor_vec_env as vec_envs
 from sb3_ext._compat import without_validation
 from sb3_ext._distributed import DataParallel
@@ -127,6 +127,11 @@ class _TensorAlgorithm(BaseAlgorithm):
                 getattr(self, "actor", self.policy).reset_noise(self.n_envs)
 
     # -- episode statistics
+
+    def _setup_learn(self, *args: Any, **kwargs: Any) -> Any:
+        """Start training, after the episodes of a rollout that was interrupted are counted."""
+        self._read_episodes()
+        return super()._setup_learn(*args, **kwargs)
 
     def _update_info_buffer(self, infos: Any, dones: Any = None) -> None:
         """Store the episode statistics of a step on the device; those of environments on arrays are read."""
@@ -307,7 +312,7 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
 
     def _end_rollout(self, goes_on: bool) -> bool:
         """Read the statistics of the rollout, except where that would wait for the device in each step."""
-        is_cpu = next(leaves(self._last_obs)).is_cpu
+        is_cpu = all(dones.is_cpu for dones, *_ in self._unread[:1])
         if not goes_on or is_cpu or self.num_timesteps >= self._total_timesteps:
             self._read_episodes()
         return goes_on
@@ -315,8 +320,10 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
     def _choose_actions(self) -> torch.Tensor:
         """Return actions of the policy in the action space, with exploration."""
         self.policy.set_training_mode(False)
+        # A copy, as in Stable Baselines3: a policy may change its input in place, and the buffer stores the original.
+        observations = map_arrays(torch.clone, self._on_device(self._last_obs))
         with torch.no_grad(), without_validation():
-            actions = self.policy._predict(self._on_device(self._last_obs), deterministic=False)
+            actions = self.policy._predict(observations, deterministic=False)
         return self._to_env_actions(actions.reshape(-1, *self.action_space.shape))  # type: ignore[misc]
 
     def _sample_action(self, learning_starts: int, action_noise: Any = None, n_envs: int = 1) -> Any:

@@ -211,6 +211,34 @@ class OmittingObservation(Race):
         return observations, *others
 
 
+class OldRace(Race):
+    """Race with PettingZoo's API before version 1.23."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        return super().reset(seed, options)[0]
+
+
+class OldSteps(Race):
+    """Race whose steps are those of PettingZoo's API before version 1.23."""
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, terminated, _, infos = super().step(actions)
+        return observations, rewards, terminated, infos
+
+
+def test_environments_with_the_old_api_are_refused() -> None:
+    for agents in (1, 2, 3):
+        env = MultiAgentVecEnv([functools.partial(OldRace, (9,) * agents)])
+        env.seed(0)
+        with pytest.raises(EnvironmentOutputError, match=r"reset\(\) returned"):
+            env.reset()
+    env = MultiAgentVecEnv([OldSteps])
+    env.seed(0)
+    env.reset()
+    with pytest.raises(EnvironmentOutputError, match=r"step\(\) returned"):
+        env.step(np.zeros(3, int))
+
+
 def test_invalid_environments_and_options_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="'runner_1' has the spaces"):
         MultiAgentVecEnv([MixedSpaces])

@@ -25,7 +25,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.noise import OrnsteinUhlenbeckActionNoise
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
+from stable_baselines3.common.vec_env import VecEnvWrapper, VecMonitor, VecNormalize
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.vector.array_frameworks import map_arrays
@@ -218,6 +218,47 @@ def test_weights_with_options_of_vec_normalize_equal_those_of_sb3(options: dict[
     VecNormalize.load(str(tmp_path / "file.pkl"), make_env(False, as_dict="norm_obs_keys" in options))
 
 
+class Flipped(VecEnvWrapper):
+    """Wrapper that flips observations, and ends episodes with or without last observations."""
+
+    def __init__(self, venv: Any, *, has_last: bool) -> None:
+        super().__init__(venv)
+        self._has_last = has_last
+
+    def reset(self) -> Any:
+        return self.venv.reset()[:, ::-1]  # type: ignore[call-overload, index]
+
+    def step_wait(self) -> Any:
+        observations, rewards, dones, infos = self.venv.step_wait()
+        for info in infos:
+            last = info.pop("terminal_observation", None)
+            if last is not None and self._has_last:
+                info["terminal_observation"] = last[::-1]
+        return observations[:, ::-1], rewards, dones, infos  # type: ignore[call-overload, index]
+
+
+@pytest.mark.parametrize("has_last", [False, True])
+def test_environments_on_arrays_with_other_outputs(has_last: bool) -> None:
+    """Arrays with negative strides, and time limits without last observations, as of gym3's environments."""
+    options = {"max_episode_steps": 9}
+    train_both("SAC", 300, lambda _: Flipped(make_vec_env("Pendulum-v1", 3, 0, env_kwargs=options), has_last=has_last))
+
+
+class InPlace(BaseFeaturesExtractor):
+    """Features extractor that changes its input."""
+
+    def __init__(self, observation_space: Any) -> None:
+        super().__init__(observation_space, features_dim=4)
+
+    def forward(self, observations: torch.Tensor) -> Any:
+        return observations.mul_(0.5)
+
+
+@pytest.mark.parametrize("name", ["PPO", "DQN"])
+def test_policies_that_change_their_input_get_the_weights_of_sb3(name: str) -> None:
+    train_both(name, 120, policy_kwargs={"net_arch": [8], "features_extractor_class": InPlace})
+
+
 def test_single_environments_are_wrapped_and_their_images_transposed() -> None:
     options: dict[str, Any] = {"n_steps": 8, "batch_size": 8, "n_epochs": 1, "seed": 0, "device": "cpu"}
     assert_equal_weights(
@@ -405,6 +446,42 @@ def test_episodes_of_the_environment_keep_their_keys(key: str) -> None:
     assert episodes[0][0].keys() == {"r", "l", key}
 
 
+class Reports(Points):
+    """Points that report successes or episodes in another form, some in buffers that the next step overwrites."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(length=5)
+        self._form, self._episodes = form, 0
+        self._success = torch.zeros(4)
+
+    def step(self, action: torch.Tensor) -> Any:
+        *results, info = super().step(action)
+        success, done = info.pop("is_success"), results[2] | results[3]
+        self._success.copy_(success)
+        self._episodes += 1
+        return *results, {
+            **info,
+            **{
+                "mask": lambda: {"is_success": success, "_is_success": torch.arange(4) % 2 == 0},
+                "buffer": lambda: {"is_success": self._success},
+                "array": lambda: {"is_success": self._success.numpy() > 0},
+                "list": lambda: {"is_success": success.tolist()},
+                "final_info": lambda: {"final_info": [{"is_success": flag} if flag else {} for flag in done.tolist()]},
+                "episode": lambda: {
+                    "episode": {"r": torch.arange(4) + self._episodes, "l": torch.full((4,), self._episodes)},
+                    "_episode": done & (torch.arange(4) > 0),
+                },
+            }[self._form](),
+        }
+
+
+@pytest.mark.parametrize("form", ["mask", "buffer", "array", "list", "final_info", "episode"])
+def test_statistics_that_the_environment_reports_are_logged(form: str) -> None:
+    """As with Stable Baselines3, also if RecordEpisodeStatistics is inside of a wrapper that scales rewards."""
+    ours, _ = train_both("PPO", 64, lambda module: GymVecEnv(Reports(form), tensors=module is tensor))
+    assert (len(ours.ep_success_buffer) > 0) == (form != "episode")  # type: ignore[arg-type]
+
+
 def test_lost_last_observations_are_reported_at_the_log() -> None:
     env = GymVecEnv(Points(final_obs=False, length=3), tensors=True)
     with pytest.raises(EnvironmentOutputError, match="compute_final_obs"):
@@ -468,6 +545,14 @@ def test_algorithms_on_arrays_are_refused_on_tensors(kind: Any) -> None:
 # -- files
 
 
+@pytest.mark.parametrize("name", ["PPO", "SAC"])
+def test_a_loaded_model_that_a_callback_stops_at_its_first_step(name: str, tmp_path: Path) -> None:
+    make_model(name).learn(64).save(tmp_path / "model.zip")
+    model = getattr(tensor, name).load(tmp_path / "model.zip", make_env(True), force_reset=False)
+    without_logger(model).learn(64, lambda *_: False, reset_num_timesteps=False)
+    assert model.num_timesteps == 68
+
+
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("name", ["PPO", "A2C", "SAC", "TD3", "DQN"])
 def test_files_are_read_by_both_modules(name: str, tmp_path: Path) -> None:
@@ -521,6 +606,19 @@ def test_files_of_normalization_are_read_by_both_classes(tmp_path: Path) -> None
         env.set_venv(envs[0].venv)
 
 
+def test_normalized_rewards_and_observations_are_undone_as_by_vec_normalize() -> None:
+    ours, theirs = (make_env(on, normalized=True) for on in (True, False))
+    for env in (ours, theirs):
+        env.seed(0)
+        env.reset()
+        env.step(np.ones((4, 2), np.float32))
+    observations, rewards = theirs.get_original_obs(), theirs.get_original_reward()
+    for name, values in (("unnormalize_obs", observations), ("unnormalize_reward", rewards)):
+        expected = getattr(theirs, name)(values)
+        for found in (getattr(ours, name)(values), getattr(ours, name)(torch.from_numpy(values)).numpy()):
+            np.testing.assert_array_equal(found, expected, strict=True)
+
+
 # -- callbacks, predictions
 
 
@@ -558,6 +656,25 @@ def test_callbacks_of_sb3_work(name: str, tmp_path: Path) -> None:
     VecNormalize.load(str(tmp_path / "rl_model_vecnormalize_80_steps.pkl"), make_env(False))
 
 
+@pytest.mark.parametrize("on_arrays", [False, True])
+def test_evaluation_environments_are_wrapped_like_training_environments(on_arrays: bool) -> None:
+    rewards = []
+    for module, kind in ((tensor, TensorVecNormalize), (sb3, VecNormalize)):
+
+        def make(module: Any = module) -> Any:
+            if on_arrays:
+                return make_of_arrays(module, "Pendulum-v1", normalized=True)
+            return make_env(module is tensor, normalized=True)
+
+        inner = make().venv
+        inner.seed(1)
+        evaluation = EvalCallback(kind(inner, training=False), eval_freq=20, n_eval_episodes=2, verbose=0, warn=False)  # type: ignore[abstract]
+        make_model("PPO", module, make()).learn(96, evaluation)
+        rewards.append(evaluation.last_mean_reward)
+    assert rewards[0] == rewards[1]
+    assert np.isfinite(rewards[0])
+
+
 class EpisodeRecorder(BaseCallback):
     """Callback that records the episode statistics that the algorithm has after each rollout."""
 
@@ -588,6 +705,38 @@ def test_callbacks_see_the_episodes_of_a_rollout_at_its_end(name: str, steps: in
     assert len(found[0][0][0]) > 0
 
 
+@pytest.mark.parametrize("resets", [False, True])
+def test_training_after_an_interrupt_counts_the_episodes_of_sb3(resets: bool) -> None:
+    def interrupt(variables: Any, _: Any) -> bool:
+        if variables["self"].num_timesteps == 120:
+            raise KeyboardInterrupt
+        return True
+
+    found = []
+    for module in (tensor, sb3):
+        model = make_model("SAC", module, length=5, train_freq=16)
+        with pytest.raises(KeyboardInterrupt):
+            model.learn(2000, interrupt)
+        model.learn(64, reset_num_timesteps=resets)
+        found.append((model._episode_num, [info["r"] for info in model.ep_info_buffer]))
+    assert found[0] == found[1]
+
+
+def test_callbacks_see_normalized_last_observations_of_environments_on_arrays() -> None:
+    found: list[Any] = []
+
+    def record(variables: Any, _: Any) -> bool:
+        infos = [info for info in variables["infos"] if "terminal_observation" in info]
+        found[-1].extend(info["terminal_observation"].tolist() for info in infos)
+        return True
+
+    for module in (tensor, sb3):
+        found.append([])
+        make_model("SAC", module, make_of_arrays(module, "Pendulum-v1", normalized=True)).learn(630, record)
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
+
+
 def test_episodes_on_other_devices_are_read_at_the_log_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading them after each step would wait for the device."""
     model = make_model("SAC", length=5, train_freq=1)
@@ -596,7 +745,7 @@ def test_episodes_on_other_devices_are_read_at_the_log_and_at_the_end(monkeypatc
     monkeypatch.setattr(model, "_read_episodes", lambda: reads.append(model.num_timesteps) or read())
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     model.learn(80, log_interval=None)
-    assert reads == [80]
+    assert reads == [0, 80]  # before the first step, and at the end
 
 
 @pytest.mark.parametrize("normalized", [False, True])

@@ -15,10 +15,12 @@ from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from sb3_ext.tensor import TensorReplayBuffer
+from tests.interrupts import interrupt_everywhere
 from tests.sb3_ext.buffer_envs import assert_same_draws
 
 BOX = spaces.Box(-np.inf, np.inf, (2,), np.float32)
-DICT = spaces.Dict({"a": BOX, "b": spaces.Box(0, 255, (3, 2), np.uint8)})
+DEPTH = spaces.Box(0, 999, (2,), np.uint16)  # torch does not index uint16
+DICT = spaces.Dict({"a": BOX, "b": spaces.Box(0, 255, (3, 2), np.uint8), "c": DEPTH})
 ACTIONS = spaces.Box(-1, 1, (1,), np.float32)
 
 
@@ -99,6 +101,21 @@ def test_refused_transitions_change_nothing() -> None:
         with pytest.raises(InvalidArgumentError, match="one row per environment"):
             buffer.add(*bad)
     assert_same_draws(lambda drawn: drawn.sample(40), buffer, expected, 0)
+
+
+def test_an_interrupted_add_leaves_other_transitions_as_they_were() -> None:
+    buffer, row = TensorReplayBuffer(1, BOX, ACTIONS), (np.zeros((2, 1)), np.zeros(2), np.zeros(2), [{}] * 2)
+
+    def prepare() -> Any:
+        nonlocal buffer
+        buffer = TensorReplayBuffer(10, BOX, ACTIONS, "cpu", 2)
+        buffer.add(np.full((2, 2), 1), np.full((2, 2), 2), *row)
+        return lambda: buffer.add(np.full((2, 2), 3), np.full((2, 2), 4), *row)
+
+    for where in interrupt_everywhere(prepare, code_paths=("_tensor_buffers.py", "_interrupts.py")):
+        if buffer.pos == 1:
+            buffer.add(np.full((2, 2), 5), np.full((2, 2), 6), *row)
+        assert buffer.next_observations[:2, 0, 0].tolist() in ([2, 4], [2, 6]), where
 
 
 def nbytes_of(buffer: TensorReplayBuffer) -> int:
