@@ -160,3 +160,30 @@ def test_environments_that_outlive_modules_at_exit_raise_nothing(make: str, in_t
     text = KEPT_AT_EXIT.format(make=make, in_thread=in_thread)
     done = programs.run(text, "sb3", cwd=tmp_path, timeout_s=LIMIT_S)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+CLOSED_AT_EXIT = """
+import gymnasium as gym
+from rl_ext_core.vector import SharedMemoryVectorEnv
+from sb3_ext import SharedMemoryVecEnv
+
+class Trainer:
+    def __init__(self, env):
+        self.env, self.itself = env, self  # so that the interpreter deletes it after the workers have ended
+
+    def __del__(self):
+        self.env.close()
+        print("closed", flush=True)
+
+trainer = Trainer({make}([lambda: gym.make("CartPole-v1")] * 2))
+trainer.env.reset()
+{call}
+"""
+
+
+@pytest.mark.sample(quick=1, ci=2)
+@pytest.mark.parametrize("call", ["", "trainer.env.step_async([0, 0])"], ids=["idle", "in a step"])
+@pytest.mark.parametrize("make", ["SharedMemoryVecEnv", "SharedMemoryVectorEnv"])
+def test_environments_may_be_closed_after_their_workers_at_exit(make: str, call: str, tmp_path: Path) -> None:
+    done = programs.run(CLOSED_AT_EXIT.format(make=make, call=call), "sb3", cwd=tmp_path, timeout_s=LIMIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -140,6 +140,34 @@ def test_environments_without_partial_resets_are_detected() -> None:
                 wrapped.reset(now.clone().set("_reset", torch.tensor([[True], [False], [False], [False]])))
     all_at_once = GymWrapper(Isaac(3, lengths=[9] * 3)).append_transform(StepCounter(4))  # never needs a partial reset
     assert all_at_once.rollout(12, break_when_any_done=False)["policy"][..., 2].max() == 3
+
+
+class DisabledWithLists(SameStep):
+    """Batch without autoreset that returns an observation as a list of rows."""
+
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": "Disabled"}
+    convert: Any = list
+
+    def observation(self, rows: Any) -> Any:
+        return type(self).convert(super().observation(rows))
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        none = np.zeros(self.num_envs, bool)
+        return self.observation(slice(None)), np.ones(self.num_envs), self.steps >= self.lengths, none, {}
+
+
+class DisabledWithNestedLists(DisabledWithLists):
+    """``DisabledWithLists`` with numbers instead of arrays."""
+
+    convert = np.ndarray.tolist
+
+
+@pytest.mark.parametrize("kind", [DisabledWithLists, DisabledWithNestedLists])
+def test_partial_resets_of_batches_that_return_lists(kind: type[SameStep]) -> None:
+    rollout = GymWrapper(kind([2, 3], None)).rollout(9, break_when_any_done=False)
+    assert is_consecutive(rollout, "observation")
+    assert rollout["observation"][:, -1, 1].tolist() == [4, 2]
 
 
 def make_sim(**options: Any) -> Any:

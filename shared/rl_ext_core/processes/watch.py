@@ -64,6 +64,7 @@ class Watch:
 
     :ivar failure: first failure; None if there is none
     :ivar is_closing: whether the workers are expected to end
+    :ivar is_killed: whether :meth:`kill` was called, as it is when the interpreter exits
     :ivar owner: process number of the process that created the Watch
 
     >>> from rl_ext_core.processes import Watch, get_context
@@ -95,7 +96,7 @@ class Watch:
             self._workers.append(process)
         self._on_failure, self._label, self._idle_in = on_failure, label, tuple(idle_in)
         self._current_operation: _Operation | None = None
-        self.is_closing = self._killing = self._stopping = False
+        self.is_closing = self.is_killed = self._stopping = False
         self.owner = os.getpid()
         self._workers_ended = threading.Event()
         self._exit_finalizer = util.Finalize(None, self._end_at_exit, exitpriority=_EXIT_PRIORITY)
@@ -132,7 +133,7 @@ class Watch:
         """
         if os.getpid() != self.owner or threading.current_thread() is self._thread:
             return
-        self.is_closing = self._killing = self._stopping = True
+        self.is_closing = self.is_killed = self._stopping = True
         self._thread.join()
         self._end_workers()  # if the thread had ended before
 
@@ -156,7 +157,7 @@ class Watch:
         """Watch over the workers until they have ended; run by the thread."""
         try:
             waiting = self._wait_for_deaths()
-            if self._killing:
+            if self.is_killed:
                 self._end_workers()
             _kill_groups(worker for worker in waiting.values() if worker.exitcode is not None)
         finally:

@@ -425,7 +425,7 @@ class WorkerHandle:
 
     def has_failed(self) -> bool:
         """Return whether the worker has failed or was ended."""
-        return self.watch is None or self.watch.failure is not None
+        return self.watch is None or self.watch.is_killed or self.watch.failure is not None
 
     def is_done(self) -> bool:
         """Return whether the answer has arrived or the worker has failed."""

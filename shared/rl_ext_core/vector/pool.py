@@ -633,7 +633,7 @@ class Pool:
 
     def _close_error(self, worker: WorkerHandle) -> WorkerError | None:
         """Return an environment's failure in ``close``; None for earlier failures."""
-        if worker.watch is None or not worker.awaits_answer():
+        if worker.watch is None or worker.watch.is_killed or not worker.awaits_answer():
             return None
         if worker.watch.failure is None:
             with contextlib.suppress(EOFError):  # an actor has failed

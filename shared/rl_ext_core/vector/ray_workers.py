@@ -132,9 +132,11 @@ class ActorWatch:
     """Watch over the actors of a pool, with the methods of :class:`~rl_ext_core.processes.Watch` that a pool calls.
 
     :ivar failure: first failure; None if there is none
+    :ivar is_killed: False, because the actors run until Ray or the pool ends them
     """
 
     failure: Failure | None = None
+    is_killed = False
     _timeout: float | None = None
     _is_closing = False
 

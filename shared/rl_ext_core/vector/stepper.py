@@ -233,7 +233,9 @@ class Stepper:
 
     def _require_unchanged(self, before: Any, after: Any, rows: Array) -> None:
         """Raise if a partial reset has changed observations of other rows."""
-        for old, new in zip(leaves(before), leaves(after), strict=True):
+
+        def compare(old: Any, new: Any) -> None:
+            """Raise if the rows of two batches differ. A batch may be a list of rows."""
             old, new = (np.asarray(to_numpy(part))[rows] for part in (old, new))
             if old.tobytes() != new.tobytes():
                 raise EnvironmentOutputError(
@@ -241,6 +243,8 @@ class Stepper:
                     "outside the mask: it cannot reset some of them alone. Use "
                     'gymnasium.make_vec(..., vectorization_mode="sync"), or give its reset an argument env_ids'
                 )
+
+        map_arrays(compare, before, after)
 
 
 # -- results of environments
