@@ -125,7 +125,12 @@ class Leaves:
         :param root: entries from which the step started
         :param out: outputs of the step
         """
-        return {name: value for name, value in {**root, **out}.items() if name not in self._of_one_step}
+        # A reset changes nested TensorDicts in place, such as those of collectors.
+        return {
+            name: value if isinstance(value, torch.Tensor) else value.copy()
+            for name, value in {**root, **out}.items()
+            if name not in self._of_one_step
+        }
 
     def allocate(self, count: int) -> None:
         """Make the memory for the inputs of several environments."""
