@@ -230,7 +230,7 @@ def run_policy_with_state(env: Any) -> Any:
 def collect(env: Any) -> Any:
     """Return the batches of a collector."""
     collector = Collector(env, None, frames_per_batch=30, total_frames=90, reset_at_each_iter=False)
-    return torch.cat([batch.exclude("collector").clone() for batch in collector], -1)
+    return torch.cat([batch.clone() for batch in collector], -1)
 
 
 def live(env: Any) -> Any:

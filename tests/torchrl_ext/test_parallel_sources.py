@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from torchrl.data import Bounded
+from torchrl.data import Bounded, NonTensor
 from torchrl.envs import CatFrames, RewardSum, StepCounter, TransformedEnv
 from torchrl.envs import GymWrapper as UpstreamGymWrapper
 
@@ -200,6 +200,21 @@ def test_environments_with_other_specs_are_refused(other: Any) -> None:
     env = ParallelEnv(2, [NativeEnv, other])
     with pytest.raises(EnvironmentOutputError, match=r"environment 1 has .* Use torchrl.envs.ParallelEnv\(num"):
         env.reset()
+
+
+class Prompted(NativeEnv):
+    """``NativeEnv`` whose spec contains the first text of an environment."""
+
+    def __init__(self, note: str) -> None:
+        super().__init__(note=note)
+        self.observation_spec["note"] = NonTensor((), example_data=note)
+
+
+def test_texts_in_specs_may_differ() -> None:
+    env = ParallelEnv(2, [functools.partial(Prompted, "a"), functools.partial(Prompted, "b")])
+    assert env.reset()["note"] == ["a", "b"]
+    assert env.fake_tensordict()["note"] == "a"
+    env.close()
 
 
 # -- overrides

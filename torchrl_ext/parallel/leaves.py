@@ -72,7 +72,7 @@ class Leaves:
     """
 
     def __init__(self, specs: Composite, name: str) -> None:
-        self._specs = specs = specs.to("cpu")
+        self._specs = specs = specs.clone().to("cpu")
         read, written = specs["input_spec"], specs["output_spec"]
         observed = written["full_observation_spec"]
         inputs, others = _split([read["full_action_spec"], read["full_state_spec"]], name)
@@ -83,6 +83,9 @@ class Leaves:
             )
         parts = [observed, written["full_reward_spec"], written["full_done_spec"]]
         self.outputs, self.non_tensor_outputs = _split(parts, name)
+        for spec in specs.values(True, True):
+            if isinstance(spec, NonTensor):
+                spec.example_data = None  # it may be a text that differs between the environments
         rewards = {leaf.key for leaf in _split([written["full_reward_spec"]], name)[0]}
         # Entries that are not carried over to the next step. A reward may also be an input.
         self._of_one_step = {"next", *rewards.difference(leaf.key for leaf in inputs)}
@@ -122,7 +125,12 @@ class Leaves:
         :param root: entries from which the step started
         :param out: outputs of the step
         """
-        return {name: value for name, value in {**root, **out}.items() if name not in self._of_one_step}
+        # A reset changes nested TensorDicts in place, such as those of collectors.
+        return {
+            name: value if isinstance(value, torch.Tensor) else value.copy()
+            for name, value in {**root, **out}.items()
+            if name not in self._of_one_step
+        }
 
     def allocate(self, count: int) -> None:
         """Make the memory for the inputs of several environments."""
