@@ -268,6 +268,15 @@ def test_tensorclasses_with_text_can_be_stored_more_than_once() -> None:
     assert set(storage.get([1, 4]).text) == {"some text"}
 
 
+def test_elements_of_collectors_may_lack_reset_masks() -> None:
+    data = make_transitions(20)
+    storages = FrameStorage(20), LazyTensorStorage(20)
+    for storage in storages:
+        storage.set(range(10), data[:10].clone().set("_reset", torch.ones(10, 1, dtype=torch.bool)))
+        storage.set(range(10, 20), data[10:].clone())
+    assert_same(storages[0][:], storages[1][:])
+
+
 def test_sets_of_places_are_refused() -> None:
     storage = FrameStorage(20)
     storage.set(range(20), make_transitions(20))

@@ -214,8 +214,10 @@ def check_leaves(
                 + (f"data[{key!r}] = data[{key!r}].to({expected_kind})" if is_castable else "one form for all elements")
             )
     if not may_lack_keys:  # otherwise, places would keep the value of an overwritten element
-        # TensorDictReplayBuffer adds the key "index", and ReplayBuffer does not.
-        for key in {**images, **dict(list_items(stored_rows))}.keys() - items.keys() - {"index"}:
+        for key in {**images, **dict(list_items(stored_rows))}.keys() - items.keys():
+            # TensorDictReplayBuffer adds "index", ReplayBuffer does not. Collectors leave "_reset" in some elements.
+            if key == "index" or "_reset" in (key, key[-1]):
+                continue
             raise InvalidArgumentError(
                 f"{key!r} is missing, expected all keys of the stored elements; nothing was stored. Add it to the "
                 "data, or change some keys of stored elements with storage[index] = data"
