@@ -201,6 +201,21 @@ def test_call_that_cannot_be_sent_keeps_earlier_attributes() -> None:
     venv.close()
 
 
+class AnySeed(Settable):
+    """Environment that accepts negative seeds, which gymnasium's generator refuses."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return super().reset(seed=None if seed is None else abs(seed), options=options)
+
+
+def test_environment_with_negative_seed_is_replaced() -> None:
+    venv = SharedMemoryVecEnv([AnySeed] * 2, FAST, **RESTARTING)
+    venv.seed(-5)
+    venv.reset()
+    assert venv.step(np.array([2, 0]))[2].tolist() == [True, False]
+    venv.close()
+
+
 def step_repeatedly(venv: SharedMemoryVecEnv, count: int) -> None:
     """Reset, and take ``count`` steps."""
     venv.reset()

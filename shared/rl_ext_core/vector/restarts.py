@@ -186,4 +186,5 @@ def _await_answer(pool: Any, worker: WorkerHandle, timeout: float | None) -> Any
 
 def _next_seed(seed: int, attempt: int) -> int:
     """Draw a seed from another one. It fits into 31 bits, which all environments accept."""
-    return int(np.random.SeedSequence([int(seed), attempt]).generate_state(1)[0] >> 1)
+    # SeedSequence refuses negative numbers, which environments may accept.
+    return int(np.random.SeedSequence([int(seed) % 2**64, attempt]).generate_state(1)[0] >> 1)
