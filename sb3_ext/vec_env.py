@@ -49,6 +49,18 @@ class CheckedVecEnv(VecEnv):
         )
         return [None] * self.num_envs
 
+    def set_options(self, options: list[dict[str, Any]] | dict[str, Any] | None = None) -> None:
+        """Set the options of the next reset.
+
+        :param options: a dict for all environments, or a list with one each; default: none
+        """
+        if isinstance(options, Sequence) and len(options) != self.num_envs:
+            raise InvalidArgumentError(
+                f"number of options: {len(options)}, expected {self.num_envs}, one for each {self.row_noun}. "
+                "Use set_options({...}) with one dict for all"
+            )
+        super().set_options(options)
+
     def _render(self) -> Sequence[Any]:
         """Return one image per environment."""
         raise NotImplementedError

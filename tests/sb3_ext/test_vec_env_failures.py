@@ -146,6 +146,10 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     venv.step_wait()
     with pytest.raises(InvalidArgumentError, match="number of actions: 2, expected 3, one for each environment"):
         venv.step(ACTIONS[:2])
+    for options in ([{"level": 1}] * 2, [{"level": 1}] * 4):
+        with pytest.raises(InvalidArgumentError, match=rf"number of options: {len(options)}, expected 3, one for each"):
+            venv.set_options(options)
+    venv.reset()
     venv.close()
 
 

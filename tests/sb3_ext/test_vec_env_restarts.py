@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,54 @@ def test_reset_with_worker_death_keeps_seed_and_options(tmp_path: Path) -> None:
     assert "worker_error" not in venv.reset_infos[0]
     assert venv.reset_infos[1]["worker_error"].startswith("environment 1 of 2 (seed 6), in reset: ended with exit code")
     assert [options for *_, options in venv.env_method("get_state")] == [{"start": 9}] * 2
+    venv.close()
+
+
+def test_failure_in_a_call_is_recorded_once(tmp_path: Path) -> None:
+    env_fns = [Counting, functools.partial(Failing, "method", "SIGSEGV")]
+    venv = SharedMemoryVecEnv(env_fns, FAST, recorder=tmp_path, **RESTARTING)
+    venv.reset()
+    for call in (lambda: venv.env_method("method"), lambda: venv.get_attr("label")):
+        with pytest.raises(WorkerError, match="environment 1 of 2, in method: "):
+            call()
+    infos = venv.step(np.zeros(2, np.int64))[3]
+    assert infos[1]["worker_error"].startswith("environment 1 of 2, in method: ")
+    assert len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(WorkerError, match="environment 1 of 2, in method: "):
+        venv.env_method("method")
+    assert len(list(tmp_path.iterdir())) == 2
+    venv.close()
+
+
+def test_call_that_cannot_be_sent_keeps_earlier_attributes() -> None:
+    venv = SharedMemoryVecEnv([Settable] * 2, FAST, **RESTARTING)
+    venv.set_attr("level", 7)
+    for call in (
+        lambda: venv.set_attr("level", threading.Lock()),
+        lambda: venv.env_method("set_bonus", threading.Lock()),
+    ):
+        with pytest.raises(TypeError, match="pickle"):
+            call()
+    venv.reset()
+    text = venv.step(np.array([2, 0]))[3][0]["worker_error"]
+    assert "Repeated for the new environment: set_attr('level')." in text
+    assert "Not repeated" not in text
+    assert venv.get_attr("level") == [7, 7]
+    venv.close()
+
+
+class AnySeed(Settable):
+    """Environment that accepts negative seeds, which gymnasium's generator refuses."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return super().reset(seed=None if seed is None else abs(seed), options=options)
+
+
+def test_environment_with_negative_seed_is_replaced() -> None:
+    venv = SharedMemoryVecEnv([AnySeed] * 2, FAST, **RESTARTING)
+    venv.seed(-5)
+    venv.reset()
+    assert venv.step(np.array([2, 0]))[2].tolist() == [True, False]
     venv.close()
 
 

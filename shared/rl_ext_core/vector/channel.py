@@ -329,7 +329,7 @@ class WorkerHandle:
         """
         self.disconnect()
         memory, self._mail = SharedMemory(_LINE), SharedMemory()
-        self.cells, self._read = new_cells(memory.map(_LINE)), 0
+        self.cells, self._read, self.answer = new_cells(memory.map(_LINE)), 0, None
         self.cells[Cell.COMMAND] = 1  # the first command is to build the environments
         command_reader, commands = context.Pipe(duplex=False)
         replies, reply_writer = context.Pipe(duplex=False)

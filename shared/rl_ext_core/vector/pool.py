@@ -388,12 +388,14 @@ class Pool:
 
     def _handle_failure(self, group: Sequence[WorkerHandle]) -> None:
         """End all workers, and raise the failure of a group. With restarts, store it as their answer."""
-        error = self._group_error(group)
         if self._restarts is None:
+            error = self._group_error(group)
             self.end(error)
             raise error from error.__cause__
         for worker in group:
-            worker.answer = error
+            # A failure that a call has raised is stored until the worker is replaced, and recorded once.
+            if not isinstance(worker.answer, WorkerError):
+                worker.answer = self._group_error(group)
             worker.discard_answer()
 
     def drain_answers(self) -> None:

@@ -39,11 +39,12 @@ class Restarts:
     """
 
     def __init__(self, num_envs: int) -> None:
-        # Per environment: the pickled options of the last reset, and calls by command and name. A call has the pickled
-        # value of the attribute that it set, or None if the replacement does not repeat it.
+        # Per environment: the pickled options of the last reset, and calls by command and name. A call has its pickled
+        # arguments if it set an attribute, or None if the replacement does not repeat it.
         self._reset_options = [channel.pack(None)] * num_envs
         self._settings: list[dict[tuple[str, str], bytes | None]] = [{} for _ in range(num_envs)]
-        self._previous_values: list[bytes | None] = []
+        self._previous_calls: list[bytes | None] = []
+        self._packed: dict[int, bytes] = {}
         self.last_observations: list[np.ndarray[Any, Any]] = []
 
     def record_reset(self, number: int, options: dict[str, Any] | None) -> None:
@@ -53,8 +54,10 @@ class Restarts:
     def record_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
         """Record a call that begins, if it may change the environments."""
         if name in _SETTER_NAMES:
+            # Pickle the arguments now, because the caller may change them, and what cannot be sent changes nothing.
+            self._packed = {id(argument): channel.pack_by_value(argument) for argument in arguments}
             calls = [(self._settings[n], (name, arg[0])) for n, arg in zip(environments, arguments, strict=True)]
-            self._previous_values = [settings.get(key) for settings, key in calls]
+            self._previous_calls = [settings.get(key) for settings, key in calls]
             for settings, key in calls:  # until the call has succeeded
                 settings[key] = None
 
@@ -62,17 +65,16 @@ class Restarts:
         self, environments: Sequence[int], name: str, arguments: Sequence[Any], results: Sequence[Any]
     ) -> None:
         """Record the attributes that a call has set."""
+        packed, self._packed = self._packed, {}  # arguments may be large
         if not name.startswith("set_"):
             return
-        # Pickle the values now, as the worker got them, because the caller may change them.
-        packed = {id(argument): channel.pack_by_value(argument[1]) for argument in arguments}
         for number, argument, before, result in zip(
-            environments, arguments, self._previous_values, results, strict=True
+            environments, arguments, self._previous_calls, results, strict=True
         ):
-            value = before if isinstance(result, ExceptionRecord) else packed[id(argument)]
+            call = before if isinstance(result, ExceptionRecord) else packed[id(argument)]
             self._settings[number].pop((name, argument[0]), None)  # the order of the last values is kept
-            if value is not None:
-                self._settings[number][name, argument[0]] = value
+            if call is not None:
+                self._settings[number][name, argument[0]] = call
 
     # -- replacements
 
@@ -136,7 +138,7 @@ class Restarts:
         for number, calls in enumerate(self._settings[part]):
             for (command, name), packed in calls.items():
                 if packed is not None:
-                    pool.send(worker, command, [(number, (name, channel.unpack(packed)))])
+                    pool.send(worker, command, [(number, channel.unpack(packed))])
                     if isinstance(channel.unpack(_await_answer(pool, worker, stepping)[0]), ExceptionRecord):
                         calls[command, name] = None
         seeds = pool.seeds[part]
@@ -184,4 +186,5 @@ def _await_answer(pool: Any, worker: WorkerHandle, timeout: float | None) -> Any
 
 def _next_seed(seed: int, attempt: int) -> int:
     """Draw a seed from another one. It fits into 31 bits, which all environments accept."""
-    return int(np.random.SeedSequence([int(seed), attempt]).generate_state(1)[0] >> 1)
+    # SeedSequence refuses negative numbers, which environments may accept.
+    return int(np.random.SeedSequence([int(seed) % 2**64, attempt]).generate_state(1)[0] >> 1)
