@@ -258,7 +258,10 @@ def _compare_changed(copy: Any, histories: _Histories, found: Examination) -> Ex
     own = [path for path in own if (original.token(path) or ("", ""))[1] in ("int", "str")]
     # A copy that lacks an object of the episode does not lead to its class, and to the globals that the class reads.
     met = {path.partition(">")[0] for path in copied.tokens if path.startswith("<")}
-    classes = [path for path in paths if path.partition(">")[0] in met and not histories.varies(path)]
+    # The first copy may have changed globals in its steps.
+    shared = {**copied.tokens, **histories.fresh.tokens}
+    paths = sorted(path for path in {**copied.tokens, **original.tokens} if path.partition(">")[0] in met)
+    classes = [p for p in paths if shared.get(p) != original.tokens.get(p) and not histories.is_restored(p)]
     return dataclasses.replace(
         found, problems=different, warnings={_OPAQUE: opaque, _OWN: own, _IMPORTED_AGAIN: classes}
     )
