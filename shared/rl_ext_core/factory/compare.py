@@ -37,7 +37,6 @@ WORKER_MODULES = (
     *("numpy", "gymnasium.wrappers", "rl_ext_core.factory.compare"),
     *("rl_ext_core.isolation.trial", "rl_ext_core.vector.worker"),
 )
-_SEED = 20_231
 # A copy takes so many steps, for so many seconds at most. Because the number is prime, they seldom end with an episode.
 _STEPS, _HISTORY_S = 31, 1.0
 # A copy may wait indefinitely, e.g. for something that only the user's program does.
@@ -216,7 +215,7 @@ def compare_and_measure(
 @contextlib.contextmanager
 def _temporary_copy(recipe: Recipe) -> Iterator[Any]:
     """Build a copy after seeding this process, and close it after the ``with`` block."""
-    streams.seed_process(streams.seed_sequence(_SEED, 0))
+    streams.seed_comparison()
     copy = recipe.build()
     try:
         yield copy
@@ -259,7 +258,10 @@ def _compare_changed(copy: Any, histories: _Histories, found: Examination) -> Ex
     own = [path for path in own if (original.token(path) or ("", ""))[1] in ("int", "str")]
     # A copy that lacks an object of the episode does not lead to its class, and to the globals that the class reads.
     met = {path.partition(">")[0] for path in copied.tokens if path.startswith("<")}
-    classes = [path for path in paths if path.partition(">")[0] in met and not histories.varies(path)]
+    # The first copy may have changed globals in its steps.
+    shared = {**copied.tokens, **histories.fresh.tokens}
+    paths = sorted(path for path in {**copied.tokens, **original.tokens} if path.partition(">")[0] in met)
+    classes = [p for p in paths if shared.get(p) != original.tokens.get(p) and not histories.is_restored(p)]
     return dataclasses.replace(
         found, problems=different, warnings={_OPAQUE: opaque, _OWN: own, _IMPORTED_AGAIN: classes}
     )
@@ -277,7 +279,7 @@ def _describe_hidden(original: Fingerprint, histories: _Histories | None = None)
 
 def _reset_error(environment: Any) -> Exception | None:
     """Reset an environment and return the exception that it raises, or None."""
-    driver = driver_for(environment, seed=_SEED)
+    driver = driver_for(environment, seed=streams.COMPARISON_SEED)
     try:
         if driver is not None:
             _seeded_reset(driver)
@@ -287,8 +289,8 @@ def _reset_error(environment: Any) -> Exception | None:
 
 
 def _seeded_reset(driver: Driver) -> None:
-    streams.seed_process(streams.seed_sequence(_SEED, 0))  # A reset may draw from global generators.
-    driver.reset(_SEED)
+    streams.seed_comparison()  # A reset may draw from global generators.
+    driver.reset(streams.COMPARISON_SEED)
 
 
 def _use(environment: Any, renders: bool) -> tuple[list[Fingerprint], set[str]]:
@@ -299,7 +301,7 @@ def _use(environment: Any, renders: bool) -> tuple[list[Fingerprint], set[str]]:
     """
     found: list[Fingerprint] = []
     replaced: set[str] = set()
-    driver = driver_for(environment, seed=_SEED)
+    driver = driver_for(environment, seed=streams.COMPARISON_SEED)
     if driver is not None:
         with contextlib.suppress(Exception):  # Keep what was found so far.
             _seeded_reset(driver)

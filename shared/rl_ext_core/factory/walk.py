@@ -57,6 +57,8 @@ _TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, type(typing.Any)
 _VALUES = (slice, range, type(...), type(NotImplemented))
 _WRAPPERS: set[type] = {property, staticmethod, classmethod, types.MethodType, functools.partial}
 _WRAPPERS |= {functools.partialmethod, functools.cached_property, functools._lru_cache_wrapper}
+# Attributes of classes in which the standard library caches: subclasses of an ABC, and combined members of a Flag.
+_CLASS_CACHES = {"_abc_impl", "_value2member_map_"}
 _CONTAINERS = (dict, list, set, frozenset, tuple, deque)
 _TRANSPARENT = {object, typing.Generic, OrderedDict, defaultdict, *_CONTAINERS}
 # Bytecode operations on globals, and the number of low bits in their argument that do not belong to the name's index.
@@ -593,7 +595,7 @@ class _CodeReader:
             for function in functions:
                 self._read_function(function)
             special = name.startswith("__") and name.endswith("__") and not functions
-            if not special and name != "_abc_impl" and type(part) is not types.MemberDescriptorType:
+            if not special and name not in _CLASS_CACHES and type(part) is not types.MemberDescriptorType:
                 self._add(f"<class {full_name(kind)}>.{name}", part, kind, name, name_of(kind)[0])
 
     def _read_function(self, function: types.FunctionType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +165,42 @@ def test_changed_global_or_class_attribute_is_copied_or_reported(
     path, change = SHARED[name]
     change(monkeypatch)
     assert copy_outcome(env, path) in NOT_SILENT
+
+
+EPISODES = {"count": 0, "steps": 0}
+
+
+class Paced(Line):
+    """Environment that counts its episodes and the steps of an episode in a global."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        EPISODES["count"] += 1
+        EPISODES["steps"] = 0
+        return super().reset(seed=seed)
+
+    def push(self, action: Any) -> float:
+        EPISODES["steps"] += 1
+        return float(EPISODES["count"])
+
+
+class Timed(Paced):
+    """Environment that uses only the steps of an episode, which each reset restores."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        result = super().reset(seed=seed)
+        EPISODES["count"] = 0
+        return result
+
+
+@pytest.mark.parametrize(("cls", "expected"), [(Paced, "warned"), (Timed, "copied")])
+def test_global_that_episodes_change_is_reported_unless_resets_restore_it(
+    cls: Any, expected: str, copy_outcome: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "EPISODES", {"count": 0, "steps": 0})
+    env = cls()
+    for _ in range(3):
+        rollout(env)
+    assert copy_outcome(env, "EPISODES") == expected
 
 
 @pytest.fixture

@@ -324,6 +324,27 @@ def test_attributes_whose_names_begin_alike_are_apart(copy_outcome: Any) -> None
     assert copy_outcome(env) == "copied"
 
 
+class Sides(enum.Flag):
+    """Flag with two members. The class caches their combinations."""
+
+    LEFT, RIGHT = 1, 2
+
+
+class Sided(Line):
+    """Environment that moves by the value of a flag."""
+
+    sides = Sides.LEFT
+
+    def push(self, action: Any) -> float:
+        return float((self.sides | Sides(0)).value)
+
+
+def test_combined_flag_is_copied(copy_outcome: Any) -> None:
+    env = Sided()
+    env.sides = Sides.LEFT | Sides.RIGHT
+    assert copy_outcome(env) == "copied"
+
+
 # -- gymnasium's wrappers, and changes of their options.
 
 
