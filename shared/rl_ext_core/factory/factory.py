@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -123,8 +122,7 @@ class EnvFactory(Generic[_Env]):
         In a worker process, a factory first seeds the generators of Python, NumPy, torch and the C library. It also
         seeds generators that are globals or class attributes of the user's and the environment's modules. Generators
         inside a copy are seeded, too. So are gymnasium environments and spaces that have not drawn yet, also those in
-        lists and vector environments. Constructors of an instance's copies draw the same values in each worker, except
-        from generators that they create themselves.
+        lists and vector environments.
 
         :param num_workers: Number of workers, at least 1.
         :param seed: Makes all seeds reproducible. By default they differ in each run.
@@ -187,9 +185,7 @@ class EnvFactory(Generic[_Env]):
             if recipe.takes_arguments:
                 recipe.load()  # This imports the environment's modules, whose generators are seeded next.
             streams.seed_shared(stream, seeded)
-        is_compared = not recipe.takes_arguments and self.examination is not None
-        with streams.equal_draws(stream if is_elsewhere else None) if is_compared else contextlib.nullcontext():
-            environment = recipe.build(overrides)
+        environment = recipe.build(overrides)
         if stream is not None:
             if is_elsewhere:
                 streams.seed_shared(stream, seeded, environment)

@@ -19,12 +19,7 @@ from rl_ext_core.factory import simulators, walk
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    *("derive_seed", "equal_draws", "seed_comparison", "seed_copy", "seed_process", "seed_sequence", "seed_shared"),
-    "seed_unseeded",
-]
-
-COMPARISON_SEED = 20_231
+__all__ = ["derive_seed", "seed_copy", "seed_process", "seed_sequence", "seed_shared", "seed_unseeded"]
 
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), range, slice}
 _NOT_ENTERED = (type, types.ModuleType, types.FunctionType)
@@ -53,41 +48,6 @@ def seed_process(stream: np.random.SeedSequence) -> None:
     _torch_seed[:] = [words[2]]
     call_when_imported(["torch"], _seed_torch)
     _seed_c_library(words[3])
-
-
-def seed_comparison() -> None:
-    """Seed the global generators of a process that compares copies."""
-    seed_process(seed_sequence(COMPARISON_SEED, 0))
-
-
-@contextlib.contextmanager
-def equal_draws(stream: np.random.SeedSequence | None) -> Iterator[None]:
-    """Within the context, let constructors draw from global generators as in the comparison.
-
-    A value that the constructor drew is set on copies only if it differed there from the instance's.
-
-    :param stream: Seeds of the worker, set afterwards. None restores the generators of this process.
-    """
-    if stream is not None:
-        seed_comparison()
-        yield
-        seed_process(stream)
-        return
-    words = [int(word) for word in seed_sequence(COMPARISON_SEED, 0).generate_state(4)]
-    generator = getattr(sys.modules.get("torch"), "default_generator", None)
-    python, numpy = random.getstate(), np.random.get_state()
-    torch = None if generator is None else generator.get_state()
-    random.seed(words[0])
-    np.random.seed(words[1])
-    if generator is not None:
-        generator.manual_seed(words[2])
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        if generator is not None:
-            generator.set_state(torch)
 
 
 _torch_seed: list[int] = []

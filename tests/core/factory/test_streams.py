@@ -119,36 +119,6 @@ def test_generators_of_this_process_are_not_changed() -> None:
     assert (random.random(), np.random.uniform()) == expected
 
 
-class Drawn(gym.Env[Any, Any]):
-    """Environment whose constructor draws levels from global generators."""
-
-    action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(0, 1, (24,), np.float64)
-
-    def __init__(self) -> None:
-        import torch
-
-        self.levels = [random.randrange(2) for _ in range(8)]
-        self.levels += [*np.random.randint(2, size=8).tolist(), *torch.randint(2, (8,)).tolist()]
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return np.array(self.levels, float), {}
-
-    def step(self, action: Any) -> Any:
-        return self.reset()[0], random.random(), False, False, {}
-
-
-def test_copies_have_the_values_that_a_constructor_drew_by_chance() -> None:
-    env = Drawn()
-    makers = as_factory(env).for_workers(3, seed=0)
-    before = random.getstate(), repr(np.random.get_state())
-    assert [make().levels for make in makers] == [env.levels] * 3
-    assert (random.getstate(), repr(np.random.get_state())) == before
-    levels, noise = zip(*step_in_other_processes(*makers), strict=True)
-    assert [*levels] == [env.levels] * 3
-    assert len(set(noise)) == 3
-
-
 class Group(gym.Env[Any, Any]):
     """Environment made of environments in a list, a dict and another object."""
 
