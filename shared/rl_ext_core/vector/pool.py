@@ -459,7 +459,7 @@ class Pool:
             worker = self.worker_by_env[number]
             results.append(channel.unpack(next(answers.setdefault(worker.number, iter(worker.answer)))))
         if self._restarts is not None:
-            self._restarts.record_results(*self._call, results)
+            self._restarts.record_results(results)
         for number, result in zip(self._call[0], results, strict=True):
             if isinstance(result, ExceptionRecord):
                 if not self.options.caller.failed_calls_end:

@@ -43,8 +43,9 @@ class Restarts:
         # arguments if it set an attribute, or None if the replacement does not repeat it.
         self._reset_options = [channel.pack(None)] * num_envs
         self._settings: list[dict[tuple[str, str], bytes | None]] = [{} for _ in range(num_envs)]
-        self._previous_calls: list[bytes | None] = []
-        self._packed: dict[int, bytes] = {}
+        # Of the call that has begun, if it sets an attribute, per environment: its settings, the key there, and the
+        # pickled arguments before the call and after it.
+        self._begun: list[tuple[dict[tuple[str, str], bytes | None], tuple[str, str], bytes | None, bytes]] = []
         self.last_observations: list[np.ndarray[Any, Any]] = []
 
     def record_reset(self, number: int, options: dict[str, Any] | None) -> None:
@@ -53,28 +54,26 @@ class Restarts:
 
     def record_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
         """Record a call that begins, if it may change the environments."""
+        self._begun = []
         if name in _SETTER_NAMES:
             # Pickle the arguments now, because the caller may change them, and what cannot be sent changes nothing.
-            self._packed = {id(argument): channel.pack_by_value(argument) for argument in arguments}
-            calls = [(self._settings[n], (name, arg[0])) for n, arg in zip(environments, arguments, strict=True)]
-            self._previous_calls = [settings.get(key) for settings, key in calls]
-            for settings, key in calls:  # until the call has succeeded
+            packed = {id(argument): channel.pack_by_value(argument) for argument in arguments}
+            calls = [(self._settings[n], (name, arg[0]), arg) for n, arg in zip(environments, arguments, strict=True)]
+            if name.startswith("set_"):
+                self._begun = [(settings, key, settings.get(key), packed[id(arg)]) for settings, key, arg in calls]
+            for settings, key, _ in calls:  # until the call has succeeded
                 settings[key] = None
 
-    def record_results(
-        self, environments: Sequence[int], name: str, arguments: Sequence[Any], results: Sequence[Any]
-    ) -> None:
-        """Record the attributes that a call has set."""
-        packed, self._packed = self._packed, {}  # arguments may be large
-        if not name.startswith("set_"):
+    def record_results(self, results: Sequence[Any]) -> None:
+        """Record the attributes that the call has set."""
+        begun, self._begun = self._begun, []  # arguments may be large
+        if not begun:  # the call sets no attribute
             return
-        for number, argument, before, result in zip(
-            environments, arguments, self._previous_calls, results, strict=True
-        ):
-            call = before if isinstance(result, ExceptionRecord) else packed[id(argument)]
-            self._settings[number].pop((name, argument[0]), None)  # the order of the last values is kept
+        for (settings, key, before, after), result in zip(begun, results, strict=True):
+            call = before if isinstance(result, ExceptionRecord) else after
+            settings.pop(key, None)  # the order of the last values is kept
             if call is not None:
-                self._settings[number][name, argument[0]] = call
+                settings[key] = call
 
     # -- replacements
 
