@@ -443,8 +443,10 @@ class TensorStepper(BatchStepper):
                 return None
             masks += [found[f"_{key}"]] if is_mask(found, f"_{key}", self._num_envs) else []
             found = found.get(key)
-        if isinstance(found, list | tuple | np.ndarray):
-            found = np.array([*map(to_numpy, found)], np.float64)  # None becomes NaN
+        if is_per_env(found) or isinstance(found, tuple):
+            found = [*map(to_numpy, found)]
+        if isinstance(found, list | np.ndarray):
+            found = np.array(found, np.float64)  # None becomes NaN
         if getattr(found, "shape", ())[:1] != (self._num_envs,):
             return None
         found = self._as_tensor(found, keys[-1]).to(torch.float64, copy=True)  # the environment may overwrite it

@@ -357,7 +357,7 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
         if self.needs_reset:
             raise EnvironmentOutputError("this environment needs a reset before it is stepped; use env.reset() first")
         result: Any = self.env.step(action)
-        if len(result) != 5:
+        if type(result) is not tuple or len(result) != 5:
             result = check_result_length(result, STEP_RESULT)
         observation, reward, terminated, truncated, info = result
         self.rewards.append(float(reward))
