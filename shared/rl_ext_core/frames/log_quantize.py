@@ -8,7 +8,7 @@ difference is stored minus that of the byte ``channel`` bytes before it, because
 The contents are ``[bits of each group, and BY_CHANNEL or 0: u8][planes of all groups]``. A plane has one bit for each
 byte of its group. Plane ``p`` has bit ``p`` of the two's complement with that many bits. ``origin`` is half of
 ``255 % (2 * bound + 1)``. ``above`` is the smallest multiple of a row that is at least ``GROUP``. ``channel`` is the
-size of a channel, 0 without ``BY_CHANNEL``. See ``StackLayout``.
+size of a channel, see ``StackLayout``. Only groups that begin at byte ``above + channel`` or later have ``BY_CHANNEL``.
 """
 
 from __future__ import annotations

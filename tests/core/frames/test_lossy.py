@@ -116,12 +116,8 @@ def test_quantized_frames_are_decoded_as_the_encoder_expects(
     if channel:
         frame = np.resize(frame[:channel], n_bytes)
     made, contents, out = (np.empty(n_bytes + 4 * GROUP, np.uint8) for _ in range(3))
-    if (
-        quantize_and_decode(
-            frame, row, channel, bound, made, np.empty(2 * n_bytes + 5 * GROUP, np.uint8), contents, out
-        )
-        >= 0
-    ):
+    work = np.empty(2 * n_bytes + 5 * GROUP, np.uint8)
+    if quantize_and_decode(frame, row, channel, bound, made, work, contents, out) >= 0:
         assert np.array_equal(out[:n_bytes], made[:n_bytes])
         assert np.abs(out[:n_bytes].astype(int) - frame).max() <= bound
 
