@@ -154,6 +154,28 @@ def test_get_by_key_returns_the_leaf(n: int) -> None:
         assert bool((buffer[torch.arange(len(ours))][key] == 1).all())
 
 
+@pytest.mark.parametrize("n", [20, 60])
+@pytest.mark.parametrize(
+    "index",
+    [-1, slice(2, 5), ..., [1, -2], (3,), "new"]
+    + [torch.tensor(part) for part in (2, [1, -2], [[1], [-2]], [], [59], [-61], [1.0], [True] * 20)],
+    ids=str,
+)
+def test_elements_at_an_index_equal_those_of_lazy_tensor_storage(n: int, index: Any) -> None:
+    data, found = Videos(1).collect(n).reshape(-1), []
+    for storage in (FrameStorage(60), LazyTensorStorage(60)):
+        storage.set(range(n), data)
+        try:
+            elements = storage.get(index)
+        except (IndexError, KeyError) as error:
+            found.append((type(error), TensorDict()))
+            continue
+        memory = [part.get("action").untyped_storage().data_ptr() for part in (elements, storage._storage)]
+        found.append((memory[0] == memory[1], elements))
+    assert found[0][0] is found[1][0]  # the same error, or both or neither share memory with the storage
+    assert_same(found[0][1], found[1][1])
+
+
 @pytest.mark.parametrize("keys", [["pixels"], ["pixels", ("next", "pixels")]])
 def test_unrelated_images_that_were_overwritten_take_no_memory(keys: list[Any]) -> None:
     noise = torch.Generator().manual_seed(0)

@@ -15,6 +15,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from torchrl_ext.frame_storage.columns import FrameColumn, expand_numbers, list_items
 
 Places = npt.NDArray[np.int64]
+_INTEGERS = torch.int8, torch.int16, torch.int32, torch.int64  # torch takes uint8 as a mask
 
 
 def as_tensordict(data: Any) -> Any:
@@ -44,29 +45,24 @@ def number_places(index: Any, shape: Sequence[int]) -> torch.Tensor:
 
     :param index: Any index that torch accepts.
     :param shape: Batch dimensions of the storage.
-    :raises InvalidArgumentError: If the index is out of range or has an unsupported type.
+    :raises IndexError: If the index is out of range. Other types raise what torch raises.
     """
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
     if isinstance(index, (list, range, np.ndarray)):
         index = torch.as_tensor(list(index) if isinstance(index, range) else index)
         index = index if index.numel() else index.long()
-    try:
-        if isinstance(index, slice):
-            numbers = torch.arange(*index.indices(shape[0]))
-        elif isinstance(index, torch.Tensor) and index.dtype not in (torch.bool, torch.uint8):
-            numbers = torch.from_numpy(_wrap(index.numpy(), shape[0]))  # NumPy is faster for small arrays
-        elif isinstance(index, (int, np.integer)) and not isinstance(index, bool):
-            numbers = torch.from_numpy(_wrap(np.array(index), shape[0]))
-        elif isinstance(index, tuple) and len(index) == len(shape) and all(map(_is_integers, index)):
-            parts = [_wrap(part.numpy(), size) for part, size in zip(index, shape, strict=True)]
-            return torch.from_numpy(np.ravel_multi_index(parts, tuple(shape)).astype(np.int64, copy=False))
-        else:  # rare: as slow as the storage is large
-            return torch.arange(math.prod(shape)).reshape(tuple(shape))[index]
-    except (IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise InvalidArgumentError(
-            f"index {index!r:.200} names no places of a storage of shape {tuple(shape)} ({error}); nothing was stored"
-        ) from error
+    if isinstance(index, slice):
+        numbers = torch.arange(*index.indices(shape[0]))
+    elif isinstance(index, torch.Tensor) and index.dtype in _INTEGERS:
+        numbers = torch.from_numpy(_wrap(index.numpy(), shape[0]))  # NumPy is faster for small arrays
+    elif isinstance(index, (int, np.integer)) and not isinstance(index, bool):
+        numbers = torch.from_numpy(_wrap(np.array(index), shape[0]))
+    elif isinstance(index, tuple) and len(index) == len(shape) and all(map(_is_integers, index)):
+        parts = [_wrap(part.numpy(), size) for part, size in zip(index, shape, strict=True)]
+        return torch.from_numpy(np.ravel_multi_index(parts, tuple(shape)).astype(np.int64, copy=False))
+    else:  # rare: as slow as the storage is large
+        return torch.arange(math.prod(shape)).reshape(tuple(shape))[index]
     return expand_numbers(numbers, shape[1:])
 
 
@@ -77,9 +73,10 @@ def _is_integers(part: Any) -> bool:
 
 def _wrap(places: npt.NDArray[Any], size: int) -> Places:
     """Count negative numbers from the end; raise IndexError if a number is out of range."""
-    if (wrong := (places < -size) | (places >= size)).any():
-        raise IndexError(f"{places[wrong].reshape(-1)[0]} is out of range")
-    return np.where(places < 0, places + size, places).astype(np.int64, copy=False)
+    low, high = places.min(initial=0), places.max(initial=-1)
+    if low < -size or high >= size:
+        raise IndexError(f"index {low if low < -size else high} is out of range for {size} elements")
+    return (np.where(places < 0, places + size, places) if low < 0 else places).astype(np.int64, copy=False)
 
 
 class Target(NamedTuple):
@@ -135,7 +132,7 @@ def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> T
             "Use storage[sorted(index)] = data"
         )
     if is_single_index(cursor):
-        place = int(number_places(int(cursor), shape[:1]))
+        place = int(_number_written(int(cursor), shape[:1]))
         return Target(place, data, np.array([place], dtype=np.int64), ndim - 1, ndim)
     keeps_slices = is_slices(cursor) and len(parts) <= len(shape)
     if isinstance(cursor, (range, list, np.ndarray)):
@@ -146,7 +143,7 @@ def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> T
     is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool
     dims = max(ndim if isinstance(index, tuple) or keeps_slices else 1, len(parts), index.ndim if is_mask else 1)
     dims = min(dims, len(shape))
-    places = number_places(index, shape[:dims])
+    places = _number_written(index, shape[:dims])
     if tuple(data.batch_size[: places.ndim]) != tuple(places.shape):
         raise InvalidArgumentError(
             f"index {cursor!r:.200} selects {tuple(places.shape)} elements, got a batch of {tuple(data.batch_size)}; "
@@ -166,6 +163,16 @@ def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> T
     at = np.unravel_index(flat, shape[:dims])
     indices = tuple(torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in at)
     return Target(indices, data, indices[0].numpy(), 1, dims)
+
+
+def _number_written(index: Any, shape: Sequence[int]) -> torch.Tensor:
+    """Return the flat numbers of places to write; raise an error of this package if there are none."""
+    try:
+        return number_places(index, shape)
+    except (IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgumentError(
+            f"index {index!r:.200} names no places of a storage of shape {tuple(shape)} ({error}); nothing was stored"
+        ) from error
 
 
 def check_leaves(

@@ -150,11 +150,8 @@ class FrameColumn:
 
         :param decoder: Decoder for a GPU, which is used if it can decode the images.
         :param reuse_memory: Whether the images are a batch, whose memory later batches use again.
-        :raises IndexError: If a number does not exist.
         """
         rows = np.ascontiguousarray(numbers.reshape(-1).numpy())
-        if len(rows) and not 0 <= rows.min() <= rows.max() < math.prod(self.batch):
-            raise IndexError(f"an index is out of bounds for a storage of shape {self.batch}")
         if decoder is not None and decoder.can_decode(self.table.part):
             handles = dict(zip(self.keys, self.table.handles(rows), strict=False))
             images = decoder.decode(self.table.log, 0, np.concatenate([handles[key] for key in keys]))

@@ -470,7 +470,7 @@ class FrameStorage(TensorStorage):
         :param by_sampler: whether a sampler of TorchRL reads them
         """
         if is_key(index):
-            return self.get(slice(None)).get(index)
+            return self.get(slice(None))[index]
         # TorchRL's samplers read whole elements, but use only flags and ids. They drop the elements before the buffer
         # can write, so images can be left encoded.
         lazy = by_sampler or is_slices(index)
@@ -479,12 +479,17 @@ class FrameStorage(TensorStorage):
         self._require_open()
         with self.lock:
             index = index_to_cpu(index)
-            rows = super().get(index).copy()
+            if not self.initialized:
+                super().get(index)  # raises
+            shape = (self._len_along_dim0, *self._storage.shape[1:])
+            numbers = number_places(index, shape)
+            if isinstance(index, torch.Tensor) and index.ndim and len(shape) == 1:
+                rows = self._storage[numbers]  # TorchRL would take a slice of the elements first
+            else:
+                rows = super().get(index).copy()
             on_gpu = self._decode_on_gpu and self.device.type != "cpu" and not lazy
             if on_gpu:
                 rows = rows.to(self.device)
-            shape = torch.Size((self._len_along_dim0, *self._storage.shape[1:]))
-            numbers = number_places(index, shape)
             for column in self._columns:
                 part = column.expand(numbers, len(shape))
                 if lazy:
