@@ -27,6 +27,8 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
     ``copy_info_dict``, infos are not stored, because nothing reads them.
 
     :param options: Storage options, see :class:`CompressedDictReplayBuffer`
+    :raises InvalidArgumentError: If ``achieved_goal`` and ``desired_goal`` differ in shape or dtype, or as in
+        :class:`CompressedDictReplayBuffer`.
 
     >>> model = SAC("MultiInputPolicy", env, replay_buffer_class=CompressedHerReplayBuffer)  # doctest: +SKIP
     """
@@ -65,6 +67,8 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
             raise InvalidArgumentError(
                 f"goal_selection_strategy={goal_selection_strategy!r}: expected one of {[*KEY_TO_GOAL_STRATEGY]}"
             )
+        if isinstance(observation_space, spaces.Dict):  # others are refused below
+            _check_goals(*(observation_space.spaces.get(key) for key in ("achieved_goal", "desired_goal")))
         # HerReplayBuffer's constructor would replace the arrays of the store.
         self.env, self.copy_info_dict = env, copy_info_dict
         self.goal_selection_strategy = goal_selection_strategy
@@ -177,7 +181,8 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
         :param env: Environment to normalize observations and rewards with
         :return: Samples
         :raises RuntimeError: If no episode has ended yet.
-        :raises InvalidArgumentError: If there is no environment to compute rewards with.
+        :raises InvalidArgumentError: If there is no environment to compute rewards with, or it does not return one
+            reward per goal.
         """
         with self._observations.lock:  # another thread could add
             is_valid = self.ep_length > 0
@@ -201,8 +206,36 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
         if self.copy_info_dict:
             infos = copy.deepcopy(self.infos[rows[virtual], envs[virtual]])
         rewards = self.rewards[rows, envs]
-        rewards[virtual] = self.env.env_method(
-            "compute_reward", next_obs["achieved_goal"][virtual], obs["desired_goal"][virtual], infos, indices=[0]
-        )[0]
+        computed = np.asarray(
+            self.env.env_method(
+                "compute_reward", next_obs["achieved_goal"][virtual], obs["desired_goal"][virtual], infos, indices=[0]
+            )[0]
+        )
+        if computed.size != len(rewards[virtual]):
+            raise InvalidArgumentError(
+                f"compute_reward() returned {computed.size} rewards for {len(rewards[virtual])} goals, expected one "
+                "per goal. Reduce only the last axis, for example: -np.linalg.norm(achieved_goal - desired_goal, "
+                "axis=-1)"
+            )
+        rewards[virtual] = computed.reshape(-1)
         samples: DictReplayBufferSamples = self._make_samples(rows, envs, obs, next_obs, rewards, env)
         return samples
+
+
+def _check_goals(achieved: Any, desired: Any) -> None:
+    """
+    Check that an achieved goal can replace a desired one.
+
+    :param achieved, desired: Spaces of the goals; None if there is no such key
+    :raises InvalidArgumentError: If a goal is missing, or their shapes or dtypes differ.
+    """
+    if (
+        achieved is None
+        or desired is None
+        or achieved.shape != desired.shape
+        or not np.can_cast(achieved.dtype, desired.dtype)
+    ):
+        raise InvalidArgumentError(
+            f"achieved_goal is {achieved} and desired_goal is {desired}: expected spaces of the same shape and dtype, "
+            "because hindsight replaces desired goals by achieved ones"
+        )

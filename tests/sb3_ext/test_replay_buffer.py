@@ -21,12 +21,13 @@ from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.frames import planning
 from rl_ext_core.frames.log import FrameLog
-from sb3_ext import CompressedDictReplayBuffer, CompressedReplayBuffer, replay_buffers
+from sb3_ext import CompressedDictReplayBuffer, CompressedHerReplayBuffer, CompressedReplayBuffer, replay_buffers
 from tests.forks import result_in_fork
 from tests.sb3_ext.buffer_envs import (
     REPLAY,
     ROLLOUT,
     Camera,
+    Reach,
     Sprite,
     add_all,
     assert_same,
@@ -129,6 +130,29 @@ def test_invalid_arguments_are_refused(options: dict[str, Any], error: type[Exce
         CompressedReplayBuffer(
             **{"buffer_size": 10, "observation_space": GREY, "action_space": ACTIONS, **options}  # type: ignore[arg-type]
         )
+
+
+def test_hindsight_accepts_rewards_in_a_column_and_refuses_one_for_all_goals(monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = make_reach_vec_env()
+    buffers = make_buffers_for("hindsight", 40, venv)
+    add_all(buffers, collect_transitions(venv, 40))
+    monkeypatch.setattr(Reach, "compute_reward", lambda _, achieved, desired, infos: (achieved - desired)[:, :1])
+    assert_same(*buffers)
+    monkeypatch.setattr(
+        Reach, "compute_reward", lambda _, achieved, desired, infos: np.linalg.norm(achieved - desired)
+    )  # DLR-RM/stable-baselines3#1337
+    with pytest.raises(InvalidArgumentError, match=r"1 rewards for 8 goals, expected one per goal\. .*axis=-1"):
+        buffers[0].sample(10)
+
+
+@pytest.mark.parametrize(
+    "achieved", [None, spaces.Box(-9, 9, (1,), np.float32), spaces.Box(-9, 9, (2,), np.float64)], ids=str
+)
+def test_hindsight_refuses_goals_that_cannot_replace_each_other(achieved: Any) -> None:
+    goals = {"desired_goal": spaces.Box(-9, 9, (2,), np.float32), "achieved_goal": achieved}
+    space = spaces.Dict({"observation": GREY, **{key: part for key, part in goals.items() if part is not None}})
+    with pytest.raises(InvalidArgumentError, match=r"achieved_goal is .*expected spaces of the same shape and dtype"):
+        CompressedHerReplayBuffer(10, space, ACTIONS, env=make_reach_vec_env())
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,11 +256,6 @@ def test_folder_refuses_unsupported_operations(tmp_path: Path) -> None:
     folder, data = _make_folder(tmp_path / "storage"), make_transitions(20)
     with pytest.raises(InvalidArgumentError, match="contains 20 rows of an earlier buffer"):
         FrameStorage(50, storage_dir=folder)
-    storage = FrameStorage(50, storage_dir=folder, resume=True)
-    buffer = TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter(), batch_size=16)
-    with pytest.raises(InvalidArgumentError, match=r"for place 20, got 0, since .* leave out writer="):
-        buffer.extend(data)
-    storage.close()
     buffer = _open_folder(folder)
     with pytest.raises(InvalidArgumentError, match=r"'late' was not among the first elements"):
         buffer.extend(data.clone().set("late", torch.ones(20)))
@@ -281,6 +277,28 @@ def test_folder_refuses_unsupported_operations(tmp_path: Path) -> None:
     with pytest.raises(InvalidTypeError, match=r"'task' holds NonTensor.* Leave it out: data.exclude\('task'\)"):
         buffer.extend(data.clone().set("task", NonTensorData("walk", batch_size=[20])))
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+@pytest.mark.parametrize("n", [20, 50, 70])
+def test_max_value_writer_continues_with_the_ranks_of_loaded_elements(in_folder: bool, n: int, tmp_path: Path) -> None:
+    def make_ranked_buffer(storage: Any) -> Any:
+        return TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter(), batch_size=16)
+
+    data, folder = make_transitions(n + 30), tmp_path if in_folder else None
+    ours, theirs = (
+        make_ranked_buffer(make(50)) for make in (partial(FrameStorage, storage_dir=folder), LazyTensorStorage)
+    )
+    for buffer in (ours, theirs):
+        buffer.extend(data[:n].clone())
+    state = ours.storage.state_dict()
+    ours.storage.close()
+    ours = make_ranked_buffer(FrameStorage(50, storage_dir=folder, resume=in_folder))
+    if not in_folder:
+        ours.storage.load_state_dict(state)
+    for buffer in (ours, theirs):
+        buffer.extend(data[n:].clone())
+    assert_same(ours[:], theirs[:])
 
 
 def test_replaced_folder_is_not_written_to(tmp_path: Path) -> None:

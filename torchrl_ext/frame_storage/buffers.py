@@ -94,11 +94,23 @@ def _iterate_writers(storage: Any) -> Iterator[Any]:
 
 
 def set_writer_cursor(storage: Any, place: int) -> None:
-    """Set the place that the writers of a storage write to next."""
+    """Set the place that the writers of a storage write to next, or the ranks of its elements."""
     for writer in _iterate_writers(storage):
         if isinstance(writer, RoundRobinWriter):
             writer._cursor = place
-            writer._write_count = max(writer._write_count, len(storage))
+        elif isinstance(writer, TensorDictMaxValueWriter):
+            _rank_elements(writer, storage)
+            storage._resume_cursor = None  # the next place is that of the element with the lowest rank
+        else:
+            continue
+        writer._write_count = max(writer._write_count, len(storage))
+
+
+def _rank_elements(writer: TensorDictMaxValueWriter, storage: Any) -> None:
+    """Let a writer record the ranks of the stored elements, and forget others."""
+    writer._cursor, writer._current_top_values = 0, []
+    for place in range(len(storage)):
+        writer.get_insert_index(storage._storage[place])
 
 
 def rewind_writer(storage: Any, cursor: Any) -> None:
@@ -109,10 +121,7 @@ def rewind_writer(storage: Any, cursor: Any) -> None:
     places = torch.as_tensor(cursor).reshape(-1).tolist() if isinstance(cursor, (int, torch.Tensor)) else []
     for writer in _iterate_writers(storage) if places else ():
         if isinstance(writer, TensorDictMaxValueWriter):
-            # The writer has recorded the ranks of the failed elements: record those of the stored ones again.
-            writer._cursor, writer._current_top_values = 0, []
-            for place in range(len(storage)):
-                writer.get_insert_index(storage.get(place))
+            _rank_elements(writer, storage)  # it has recorded the ranks of the failed elements
             writer._write_count -= len(places)
         elif isinstance(writer, RoundRobinWriter) and writer._cursor in (places[-1] + 1, 0):
             writer._cursor = places[0]
