@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import logging
 import operator
@@ -326,6 +327,9 @@ def _build_vec_env(
             f'isolation={isolation!r}, expected "auto", "process" or "in-process". Use isolation="auto"'
         )
     check_seconds("probe_timeout", probe_timeout)
+    known = inspect.signature(SharedMemoryVecEnv).parameters.keys() - {"env_fns"}
+    if wrong := sorted(options.keys() - known):
+        raise InvalidTypeError(f"unknown options {wrong}, expected those of SharedMemoryVecEnv: {sorted(known)}")
     workers = PoolOptions(**options)
 
     def build_here(report: str) -> VecEnv:
