@@ -59,7 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
             _print(console, f"  it does not contain {', '.join(others)}")
     _require_consent(capsule, arguments, console)
     sys.stdout.flush()
-    return _print_result(capsule, replay.play(capsule, arguments.env), console)
+    cause = "the environment is not deterministic"
+    if arguments.env is not None:
+        cause = f"--env {arguments.env} is another environment, or is not deterministic"
+    return _print_result(capsule, replay.play(capsule, arguments.env), cause, console)
 
 
 def _print(console: Console, text: str) -> None:
@@ -115,13 +118,16 @@ def _require_consent(capsule: Capsule, arguments: argparse.Namespace, console: C
         raise InvalidArgumentError("nothing was executed, because the answer was not y. Use --env for your own code")
 
 
-def _print_result(capsule: Capsule, result: ReplayResult, console: Console) -> int:
-    """Print whether the crash is reproduced, and return the exit status."""
+def _print_result(capsule: Capsule, result: ReplayResult, cause: str, console: Console) -> int:
+    """Print whether the crash is reproduced, and return the exit status.
+
+    :param cause: what to print about observations that differ
+    """
     differs = result.first_difference is not None
     difference = f"first difference at step {result.first_difference:,}" if differs else ""
     if result.failure is None:
         if differs:
-            _print(console, f"does not crash: {difference}: the environment is not deterministic")
+            _print(console, f"does not crash: {difference}: {cause}")
         else:
             _print(console, "does not crash, and all observations are equal")
             _print(console, "Maybe it depends on earlier episodes, on files, or on variables such as those above.")
@@ -132,10 +138,10 @@ def _print_result(capsule: Capsule, result: ReplayResult, console: Console) -> i
     if result.is_like(capsule.failure) and result.step == capsule.step:
         _print(console, f"reproduced at {where}: {result.describe()}")
         if differs:
-            _print(console, f"but {difference}: the environment is not deterministic")
+            _print(console, f"but {difference}: {cause}")
         return 0
     expected = f"{capsule.failure.kind} at step {capsule.step:,}"
     _print(console, f"crashed elsewhere: {where}, {result.describe()}; expected {expected}")
     if differs:
-        _print(console, f"{difference}: the environment is not deterministic")
+        _print(console, f"{difference}: {cause}")
     return 1

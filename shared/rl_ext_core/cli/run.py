@@ -192,6 +192,9 @@ def plan_program(
     :param renderer: name of the renderer; default: an installed one, robosuite first
     :param per_rank: whether the program must have been started by a launcher
     """
+    for option, value, fix in (("gpu", gpu, "auto"), ("render", render, "same"), ("renderer", renderer, "mujoco")):
+        if value == "":  # a variable of the shell that is not set
+            raise InvalidArgumentError(f"--{option} is empty. Leave it out, or use --{option} {fix}")
     rank = find_rank_variable(environ)
     _check_options(command, environ, gpu, rank, per_rank=per_rank)
     machine = Machine(inventory, environ)
