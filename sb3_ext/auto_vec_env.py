@@ -7,7 +7,6 @@ import functools
 import inspect
 import json
 import logging
-import operator
 import os
 import time
 from collections import OrderedDict
@@ -100,7 +99,7 @@ def make_vec_env(
     Source: https://github.com/openai/retro/issues/2
     """
     count = resources.usable_cores() if n_envs is None else check_count("n_envs", n_envs)
-    seed = None if seed is None else operator.index(seed)  # gymnasium accepts only Python integers
+    seed = None if seed is None else check_count("seed", seed, least=0)  # gymnasium accepts only Python integers
     wrappers: list[Any] = [functools.partial(wrapper_class, **(wrapper_kwargs or {}))] if wrapper_class else []
     parallel = hasattr(env_id, "possible_agents") and is_parallel_env(env_id)
     if parallel or vectorization_mode is not None or _is_vectorized(env_id):
