@@ -410,6 +410,12 @@ def test_code_is_executed_only_with_consent(
     assert "expected --yes" in capsys.readouterr().err
 
 
+def test_missing_gymnasium_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["replay", "crash.rlx"]) == 1
+    assert "a recorded crash needs the package 'gymnasium'" in capsys.readouterr().err
+
+
 def test_factory_that_cannot_be_pickled(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
     log = read_capsule(path).log

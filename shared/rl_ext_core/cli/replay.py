@@ -13,13 +13,14 @@ examples:
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_ext_core.cli.console import new_console
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError, _missing_dependency_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     :return: Exit status
     :raises RlExtError: If the capsule cannot be read, the environment cannot be built, or a file cannot be written
     """
+    if importlib.util.find_spec("gymnasium") is None:  # the base installation does not have it
+        raise _missing_dependency_error("gymnasium", "sb3", "a recorded crash")
     from rl_ext_core.recording.capsule import read_capsule, write_actions
     from rl_ext_core.vector import replay
 
