@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     command = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     if not command and not arguments.dry_run:
-        raise InvalidArgumentError("rl-ext run needs a program. Write `rl-ext run --gpu auto -- python train.py`")
+        raise InvalidArgumentError("the command needs a program. Write `rl-ext run --gpu auto -- python train.py`")
     python = _find_interpreter(command) if command else sys.executable
     inventory = Inventory.current(egl=arguments.render != "none")
     versions = None if python in (None, sys.executable) else query_versions(python)
