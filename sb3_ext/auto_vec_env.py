@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import logging
-import operator
 import os
 import time
 from collections import OrderedDict
@@ -99,7 +99,7 @@ def make_vec_env(
     Source: https://github.com/openai/retro/issues/2
     """
     count = resources.usable_cores() if n_envs is None else check_count("n_envs", n_envs)
-    seed = None if seed is None else operator.index(seed)  # gymnasium accepts only Python integers
+    seed = None if seed is None else check_count("seed", seed, least=0)  # gymnasium accepts only Python integers
     wrappers: list[Any] = [functools.partial(wrapper_class, **(wrapper_kwargs or {}))] if wrapper_class else []
     parallel = hasattr(env_id, "possible_agents") and is_parallel_env(env_id)
     if parallel or vectorization_mode is not None or _is_vectorized(env_id):
@@ -326,6 +326,9 @@ def _build_vec_env(
             f'isolation={isolation!r}, expected "auto", "process" or "in-process". Use isolation="auto"'
         )
     check_seconds("probe_timeout", probe_timeout)
+    known = inspect.signature(SharedMemoryVecEnv).parameters.keys() - {"env_fns"}
+    if wrong := sorted(options.keys() - known):
+        raise InvalidTypeError(f"unknown options {wrong}, expected those of SharedMemoryVecEnv: {sorted(known)}")
     workers = PoolOptions(**options)
 
     def build_here(report: str) -> VecEnv:

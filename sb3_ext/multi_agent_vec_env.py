@@ -74,12 +74,14 @@ class MultiAgentVecEnv(CheckedVecEnv):
         self.envs: list[Any] = []
         try:
             for factory in make_factories(env_fns):
-                self.envs.append(factory())
-                if not is_parallel_env(self.envs[-1]):
+                env = factory()
+                if not is_parallel_env(env):
+                    getattr(env, "close", lambda: None)()
                     raise InvalidTypeError(
-                        f"{self.envs[-1]} is not a parallel environment of PettingZoo: it has no possible_agents. "
+                        f"{env} is not a parallel environment of PettingZoo: it has no possible_agents. "
                         "Use make_vec_env(env) for single environments"
                     )
+                self.envs.append(env)
             self.agents: list[Any] = list(self.envs[0].possible_agents)
             spaces = self._common_spaces()
             super().__init__(len(self.envs) * len(self.agents), *spaces)

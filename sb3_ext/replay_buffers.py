@@ -333,6 +333,7 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         :param batch_size: Number of transitions
         :param env: Environment to normalize observations and rewards with
         :return: Samples
+        :raises InvalidArgumentError: If the buffer is empty.
         """
         with self._observations.lock:  # another thread could add, and drop the rows that are drawn here
             return self._get_samples(self._draw_rows(batch_size), env)
@@ -340,6 +341,8 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
     def _draw_rows(self, batch_size: int) -> np.ndarray:
         """Draw rows that contain transitions."""
         held = self.size()
+        if not held:
+            raise InvalidArgumentError("the buffer is empty, expected transitions. Call add() first")
         rows = np.random.randint(0, held, size=batch_size)
         if held < self._rows_written:  # the oldest were dropped
             rows = (self.pos - held + rows) % self.buffer_size
@@ -370,10 +373,6 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         batch_size, length = check_count("batch_size", batch_size), check_count("length", length)
         burn_in, period = check_count("burn_in", burn_in, least=0), check_count("period", period)
         with self._observations.lock:  # another thread could add, and overwrite the rows that are drawn here
-            if not self.size():
-                raise InvalidArgumentError(
-                    "the buffer is empty, expected transitions. Call add() before sample_sequences()"
-                )
             rows = self._draw_rows(batch_size)
             first, oldest = rows - rows % period, (self.pos - self.size()) % self.buffer_size
             is_held = (first - oldest) % self.buffer_size < self.size()

@@ -52,7 +52,7 @@ from rl_ext_core.recording.layers import (
     restore_layers,
     unsaved_attributes,
 )
-from rl_ext_core.resources import NO_SPACE, check_folder, write_problem
+from rl_ext_core.resources import NO_SPACE, check_folder, check_path, write_problem
 from rl_ext_core.vector.environments import check_count
 from rl_ext_core.vector.pool import Pool
 from sb3_ext.replay_buffers import CompressedReplayBuffer
@@ -120,6 +120,7 @@ class ResumeCallback(BaseCallback):
 
     def __init__(self, folder: str | os.PathLike[str], every: int = 50_000) -> None:
         super().__init__()
+        check_path("folder", folder)
         self.folder = pathlib.Path(folder)
         self.every = check_count("every", every)
         self._next_save = every
@@ -243,6 +244,7 @@ def resume(
         wrappers, or the id, arguments or time limit of ``gymnasium.make``. ``render_mode`` and absolute paths may
         differ. Files of ``storage_dir`` are unchanged then.
     """
+    check_path("folder", folder)
     save = _newest_complete_save(pathlib.Path(folder))
     with (save / _STATE).open("rb") as file:
         state = _RunUnpickler(file).load()

@@ -75,6 +75,8 @@ import os
 from stable_baselines3 import SAC
 from sb3_ext import CompressedReplayBuffer
 os.environ["MINARI_DATASETS_PATH"] = os.getcwd()
+"""
+RECORDED = f"""{DATASET}
 model = SAC("MlpPolicy", "Pendulum-v1", replay_buffer_class=CompressedReplayBuffer, buffer_size=500)
 model.learn(64)
 model.replay_buffer.to_dataset("pendulum/mine-v0")
@@ -90,7 +92,7 @@ OF_PAGE = {
     "datasets": DATASET,
     "frame_storage": PIXELS,
     "index": "my_env = Images()",
-    "recipes": DATASET,
+    "recipes": RECORDED,
     "rendering_gpu": "my_env = Dicts()",
     "resume": "make_my_env = Images",
 }
@@ -102,10 +104,9 @@ ELSEWHERE = {
     "ray": {0: "a cluster", 1: "a cluster"},
     "quickstart": {5: "a new process"},
     "recipes": {**dict.fromkeys(range(4), "check_other_tools.sh"), 4: "sb3-contrib", 6: "too long", 7: "sbx"},
-    "rendering_gpu": {1: "processes need a main guard"},
     "resume": {1: "TorchRL's losses", 2: "a recording", 3: "files of a killed run", 4: "files of a killed run"},
     "single_instance": {1: "an environment without methods"},
-    "torchrl_parallel": {0: "Melting Pot", 1: "processes need a main guard"},
+    "torchrl_parallel": {0: "overrides of the reader's environment", 1: "processes need a main guard"},
     "troubleshooting": {0: "images", 2: "dicts", 3: "Melting Pot", 9: "files of a killed run"},
     "vectorized_gpu": {0: "Isaac Lab", 1: "JAX", 2: "Brax", 3: "Brax", 4: "ManiSkill"},
 }

@@ -9,14 +9,16 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from rl_ext_core.errors import InvalidArgumentError, StorageError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, StorageError
 
 __all__ = [
     "NO_SPACE",
     "available_memory",
     "check_folder",
     "check_open_file_limit",
+    "check_path",
     "memory_warning",
     "private_memory",
     "usable_cores",
@@ -115,6 +117,20 @@ def check_open_file_limit(n_workers: int, argument: str) -> None:
         )
 
 
+def check_path(argument: str, path: Any) -> None:
+    """Raise if an argument is not a path, or is empty.
+
+    :param argument: Name of the argument
+    :param path: Its value
+    :raises InvalidTypeError: If it is neither a string nor a ``Path``
+    :raises InvalidArgumentError: If it is empty, which would be the working directory
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidTypeError(f"{argument}={path!r} is not a path, expected a string or a Path. Use {argument}='run1'")
+    if not os.fspath(path):
+        raise InvalidArgumentError(f"{argument}='' is empty, expected the name of a folder. Use {argument}='run1'")
+
+
 def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise if a folder cannot be created or written to. A file is written there, and deleted.
 
@@ -122,6 +138,7 @@ def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
     :param path: Path of a folder, which need not exist
     :raises StorageError: If it cannot be written to
     """
+    check_path(argument, path)
     folder, created = Path(os.path.abspath(path)), list[Path]()
     try:
         for missing in reversed([each for each in (folder, *folder.parents) if not os.path.lexists(each)]):

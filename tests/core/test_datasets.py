@@ -156,9 +156,11 @@ def test_failure_leaves_no_files_and_changes_none(tmp_path: Path) -> None:
         write_dataset(tmp_path / "mine", fail(), VECTOR, ACTIONS)
     (tmp_path / "existing").mkdir()
     good, other_actions = random_episodes(VECTOR, ACTIONS), random_episodes(VECTOR, spaces.Discrete(9, start=-1))
+    other_observations = random_episodes(spaces.Box(0, 1, (2,), np.float64), ACTIONS)
     for target, episodes, options, text in (
         (tmp_path / "mine", [], {}, "no episodes"),
         (tmp_path / "mine", other_actions, {}, "are from 3 to 7"),
+        (tmp_path / "mine", other_observations, {}, r"observations have shape \(2,\), expected \(3,\)"),
         (tmp_path / "mine", good, {"data_format": "csv"}, "expected one of"),
         (tmp_path / "existing", good, {}, "exists already"),
         ("", good, {}, "empty"),

@@ -388,7 +388,7 @@ def test_environment_of_another_kind_is_a_wrong_argument(
     ("source", "expected"),
     [
         ("failing_envs:Walk", "does not crash, and all observations are equal"),
-        ("failing_envs:Drift", "does not crash: first difference at step 1: the environment is not det"),
+        ("failing_envs:Drift", "first difference at step 1: --env failing_envs:Drift is another environment, or"),
         ("failing_envs:fail_early", "crashed elsewhere: step "),
     ],
 )
@@ -408,6 +408,12 @@ def test_code_is_executed_only_with_consent(
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["replay", str(path)]) == 2
     assert "expected --yes" in capsys.readouterr().err
+
+
+def test_missing_gymnasium_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["replay", "crash.rlx"]) == 1
+    assert "a recorded crash needs the package 'gymnasium'" in capsys.readouterr().err
 
 
 def test_factory_that_cannot_be_pickled(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,13 +6,14 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from rl_ext_core import resources
-from rl_ext_core.errors import StorageError
-from rl_ext_core.resources import available_memory, check_folder, private_memory, usable_cores
+from rl_ext_core.errors import InvalidTypeError, StorageError
+from rl_ext_core.resources import available_memory, check_folder, check_path, private_memory, usable_cores
 
 Tree = Callable[[dict[str, str]], None]
 
@@ -150,6 +151,16 @@ def test_folders_that_cannot_be_written_are_refused(
     with pytest.raises(StorageError, match=f"^folder='.*{path}' cannot be written to: {problem}"):
         check_folder("folder", tmp_path / path)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "link"]
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "problem"),
+    [(3, InvalidTypeError, "3 is not a path"), (b"x", InvalidTypeError, "not a path"), ("", ValueError, "'' is empty")],
+)
+def test_other_values_than_paths_are_refused(path: Any, error: type[Exception], problem: str) -> None:
+    for check in (check_path, check_folder):
+        with pytest.raises(error, match=problem):
+            check("folder", path)
 
 
 def test_check_of_a_folder_leaves_nothing(tmp_path: Path) -> None:

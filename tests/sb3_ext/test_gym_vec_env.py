@@ -124,6 +124,7 @@ REFUSED: list[tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = 
     (lambda: gym.make("CartPole-v1"), {}, InvalidTypeError, "make_vec_env"),
     (lambda: DummyVecEnv([cart_pole]), {}, InvalidTypeError, "Use it without GymVecEnv"),
     (lambda: SyncVectorEnv([cart_pole]), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),
+    (lambda: SyncVectorEnv([cart_pole]), {"autoreset_mode": "SameStep"}, InvalidArgumentError, "declares 'NextStep'"),
     (lambda: SyncVectorEnv([cart_pole]), {"clip_actions": "x"}, InvalidArgumentError, "clip_actions='x' is not a pos"),
     *(
         (make_isaac, {option: "x"}, InvalidArgumentError, f"{option}='x'")

@@ -278,6 +278,9 @@ class Batch(Counting):
         ({"env_id": Counting(), "env_kwargs": {"a": 1}}, InvalidArgumentError, "env_kwargs"),
         ({"env_kwargs": {"nonsense": 1}}, (WorkerError, TypeError, IsolationError), "nonsense"),
         ({"n_envs": 0}, InvalidArgumentError, "num_workers=0|n_envs=0"),
+        ({"seed": "a"}, InvalidTypeError, "seed='a' must be a whole number"),
+        ({"seed": -1}, InvalidArgumentError, "seed=-1 must be at least 0"),
+        ({"vec_env_kwargs": {"timeout": 9}}, InvalidTypeError, r"unknown options \['timeout'\].*'step_timeout'"),
         ({"env_id": Batch}, InvalidTypeError, r"steps 4 environments at once.*GymVecEnv\(env\)"),
         (
             {"env_id": Race(), "isolation": "auto", "vec_env_kwargs": {"n_workers": 2}},

@@ -244,6 +244,8 @@ def test_invalid_environments_and_options_are_refused() -> None:
         MultiAgentVecEnv([MixedSpaces])
     with pytest.raises(InvalidArgumentError, match="environment 1 has the agents"):
         MultiAgentVecEnv([Race, functools.partial(Race, (1, 2))])
+    with pytest.raises(InvalidTypeError, match="None is not a parallel environment of PettingZoo"):
+        MultiAgentVecEnv([lambda: None])
     with pytest.raises(InvalidTypeError, match="act in turns"):
         make_vec_env(pytest.importorskip("pettingzoo.classic.connect_four_v3").env())
     for options in ({"wrapper_class": Race}, {"isolation": "process"}, {"monitor_dir": "logs"}):

@@ -153,6 +153,16 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     venv.close()
 
 
+def test_step_wait_after_a_failure_raises_it_again() -> None:
+    venv = SharedMemoryVecEnv([functools.partial(Failing, "step", "SIGSEGV")], FAST)
+    venv.reset()
+    for call in (lambda: venv.step(ACTIONS[:1]), venv.step_wait):
+        with expect_error() as found:
+            for _ in range(12):
+                call()
+        assert "SIGSEGV" in str(found.value)
+
+
 def test_copies_are_refused() -> None:
     venv = SharedMemoryVecEnv([Counting] * 2, FAST)
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):

@@ -306,6 +306,10 @@ def test_verify_false_skips_the_comparison_of_copies() -> None:
     [
         ((2, 7), {}, InvalidTypeError, "7 builds no environment"),
         ((0, Counting), {}, InvalidArgumentError, "num_workers=0"),
+        *(
+            ((2, Counting), {name: value}, InvalidArgumentError, f"{name}={value} is not a time")
+            for name, value in (("start_timeout", 0), ("step_timeout", 0), ("shutdown_timeout", -1))
+        ),
         ((True, Counting), {}, InvalidTypeError, "num_workers=True"),
         ((3, [Counting] * 2), {}, InvalidArgumentError, r"has length 2 for num_workers=3.*ParallelEnv\(2"),
         ((Counting,), {}, InvalidTypeError, r"no environment; num_workers is of type type\. Use ParallelEnv\(4, env\)"),

@@ -15,7 +15,7 @@ from torchrl.envs import EnvBase
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
-from rl_ext_core.vector.environments import check_count, seed_torch
+from rl_ext_core.vector.environments import check_count, check_seconds, seed_torch
 from torchrl_ext._compat import has_wrapper, new_tensordict
 from torchrl_ext.parallel.gym_source import GymBase, GymSource, GymWrapper
 from torchrl_ext.parallel.leaves import Leaves, Tree, build_tree, make_tree
@@ -91,6 +91,9 @@ class ParallelEnv(EnvBase):
     ) -> None:
         num_workers = _check_num_workers(num_workers, create_env_fn)
         _require_supported_options(kwargs, num_workers)
+        check_seconds("start_timeout", start_timeout)
+        check_seconds("step_timeout", step_timeout)
+        check_seconds("shutdown_timeout", shutdown_timeout)
         plan = WorkerPlan(
             create_env_fn,
             num_workers,

@@ -13,13 +13,14 @@ examples:
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_ext_core.cli.console import new_console
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError, _missing_dependency_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     :return: Exit status
     :raises RlExtError: If the capsule cannot be read, the environment cannot be built, or a file cannot be written
     """
+    if importlib.util.find_spec("gymnasium") is None:  # the base installation does not have it
+        raise _missing_dependency_error("gymnasium", "sb3", "a recorded crash")
     from rl_ext_core.recording.capsule import read_capsule, write_actions
     from rl_ext_core.vector import replay
 
@@ -59,7 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
             _print(console, f"  it does not contain {', '.join(others)}")
     _require_consent(capsule, arguments, console)
     sys.stdout.flush()
-    return _print_result(capsule, replay.play(capsule, arguments.env), console)
+    cause = "the environment is not deterministic"
+    if arguments.env is not None:
+        cause = f"--env {arguments.env} is another environment, or is not deterministic"
+    return _print_result(capsule, replay.play(capsule, arguments.env), cause, console)
 
 
 def _print(console: Console, text: str) -> None:
@@ -115,13 +121,16 @@ def _require_consent(capsule: Capsule, arguments: argparse.Namespace, console: C
         raise InvalidArgumentError("nothing was executed, because the answer was not y. Use --env for your own code")
 
 
-def _print_result(capsule: Capsule, result: ReplayResult, console: Console) -> int:
-    """Print whether the crash is reproduced, and return the exit status."""
+def _print_result(capsule: Capsule, result: ReplayResult, cause: str, console: Console) -> int:
+    """Print whether the crash is reproduced, and return the exit status.
+
+    :param cause: what to print about observations that differ
+    """
     differs = result.first_difference is not None
     difference = f"first difference at step {result.first_difference:,}" if differs else ""
     if result.failure is None:
         if differs:
-            _print(console, f"does not crash: {difference}: the environment is not deterministic")
+            _print(console, f"does not crash: {difference}: {cause}")
         else:
             _print(console, "does not crash, and all observations are equal")
             _print(console, "Maybe it depends on earlier episodes, on files, or on variables such as those above.")
@@ -132,10 +141,10 @@ def _print_result(capsule: Capsule, result: ReplayResult, console: Console) -> i
     if result.is_like(capsule.failure) and result.step == capsule.step:
         _print(console, f"reproduced at {where}: {result.describe()}")
         if differs:
-            _print(console, f"but {difference}: the environment is not deterministic")
+            _print(console, f"but {difference}: {cause}")
         return 0
     expected = f"{capsule.failure.kind} at step {capsule.step:,}"
     _print(console, f"crashed elsewhere: {where}, {result.describe()}; expected {expected}")
     if differs:
-        _print(console, f"{difference}: the environment is not deterministic")
+        _print(console, f"{difference}: {cause}")
     return 1

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     command = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     if not command and not arguments.dry_run:
-        raise InvalidArgumentError("rl-ext run needs a program. Write `rl-ext run --gpu auto -- python train.py`")
+        raise InvalidArgumentError("the command needs a program. Write `rl-ext run --gpu auto -- python train.py`")
     python = _find_interpreter(command) if command else sys.executable
     inventory = Inventory.current(egl=arguments.render != "none")
     versions = None if python in (None, sys.executable) else query_versions(python)
@@ -192,6 +192,9 @@ def plan_program(
     :param renderer: name of the renderer; default: an installed one, robosuite first
     :param per_rank: whether the program must have been started by a launcher
     """
+    for option, value, fix in (("gpu", gpu, "auto"), ("render", render, "same"), ("renderer", renderer, "mujoco")):
+        if value == "":  # a variable of the shell that is not set
+            raise InvalidArgumentError(f"--{option} is empty. Leave it out, or use --{option} {fix}")
     rank = find_rank_variable(environ)
     _check_options(command, environ, gpu, rank, per_rank=per_rank)
     machine = Machine(inventory, environ)

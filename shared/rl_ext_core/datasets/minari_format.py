@@ -22,6 +22,7 @@ from rl_ext_core.errors import (
     StorageError,
     _missing_dependency_error,
 )
+from rl_ext_core.resources import check_path
 
 _ID = re.compile(r"[\w-][\w/-]*-v\d+")
 _METADATA, _DATA = "metadata.json", "data"
@@ -173,8 +174,7 @@ def write_dataset(
 
     if data_format not in _FORMATS:
         raise InvalidArgumentError(f"data_format={data_format!r}, expected one of {[*_FORMATS]}")
-    if not os.fspath(target):
-        raise InvalidArgumentError(f"dataset {target!r} is empty, expected a Minari id or a folder")
+    check_path("target", target)
     folder = _root() / str(target) if _is_id(target) else Path(target).expanduser().absolute()
     dataset_id = str(target) if _is_id(target) else folder.name if _is_id(folder.name) else _make_id(folder.name)
     if os.path.lexists(folder):
@@ -189,7 +189,8 @@ def write_dataset(
                     f"an episode has {len(episode):,} steps, of which Minari reads only the first {_MAX_ARROW_STEPS:,} "
                     f"from data_format={data_format!r}. Use data_format='hdf5'"
                 )
-            _check_actions(episode.actions, action_space)
+            _check_values(episode.observations, observation_space, "observations")
+            _check_values(episode.actions, action_space, "actions")
             yield EpisodeBuffer(**vars(episode), infos={})
 
     with _temporary_folder(folder) as temporary:
@@ -205,17 +206,27 @@ def write_dataset(
     return folder / _DATA if _is_id(target) else folder
 
 
-def _check_actions(actions: Any, space: Any) -> None:
-    """Check that actions are among those of a Discrete space, as those of another environment may not be.
+def _check_values(values: Any, space: Any, name: str) -> None:
+    """Check that values have the shape of a space, and are among those of a Discrete space.
 
-    :raises InvalidArgumentError: If one is not
+    :raises InvalidArgumentError: If they do not, such as those of another environment
     """
     from gymnasium import spaces
 
-    if isinstance(space, spaces.Discrete) and len(actions):
-        low, high = int(np.min(actions)), int(np.max(actions))
+    if isinstance(space, spaces.Dict):
+        if not isinstance(values, dict) or values.keys() != space.spaces.keys():
+            found = sorted(values) if isinstance(values, dict) else f"an array of shape {np.shape(values)}"
+            raise InvalidArgumentError(f"{name} are {found}, expected the keys {sorted(space.spaces)} of their space")
+        for key, part in space.spaces.items():
+            _check_values(values[key], part, f"{name}[{key!r}]")
+        return
+    if isinstance(values, dict) or np.shape(values)[1:] != space.shape:
+        found = f"are a dict of {sorted(values)}" if isinstance(values, dict) else f"have shape {np.shape(values)[1:]}"
+        raise InvalidArgumentError(f"{name} {found}, expected {space.shape} as in {space}. Pass their space")
+    if isinstance(space, spaces.Discrete) and len(values):
+        low, high = int(np.min(values)), int(np.max(values))
         if low < space.start or high >= space.start + space.n:
-            raise InvalidArgumentError(f"actions are from {low} to {high}, expected those of {space}. Pass their space")
+            raise InvalidArgumentError(f"{name} are from {low} to {high}, expected those of {space}. Pass their space")
 
 
 def _make_id(name: str) -> str:

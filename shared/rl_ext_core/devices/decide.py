@@ -210,6 +210,7 @@ class Request:
             raise InvalidArgumentError(
                 f'on_missing={self.on_missing!r} is not valid: expected "error" or "cpu". Use on_missing="error"'
             )
+        renderers.check_renderer(self.renderer)
         _ = self.compute, self.rendering
 
     @cached_property

@@ -182,9 +182,10 @@ def describe_gpu(gpu: Gpu) -> str:
 
 
 def _find_misspelled_names(situation: Situation) -> Findings:
-    """Find names in lower case or with blanks, which programs that read .env files may set."""
+    """Find names in lower case or with blanks, as in .env files, or without the last S (haosulab/SAPIEN#101)."""
     for name, value in situation.original.items():
         known = name.strip().upper()
+        known = known if known in _KNOWN_VARIABLES else f"{known}S"
         if name != known and known in _KNOWN_VARIABLES and known not in situation.original:
             effect = f"{name!r} has no effect: the variable is {known}"
             yield situation.finding(name, effect, {known: value.strip(_QUOTES)})

@@ -294,13 +294,18 @@ TABLE = (
 # fmt: on
 
 
-def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
-    """Return the row of a renderer's installed version; raise if the renderer is unknown or not installed."""
+def check_renderer(name: str) -> None:
+    """Raise if the name of a renderer is unknown."""
     if name not in (*NAMES, *_RENDERS_WITH):
         raise InvalidArgumentError(
             f"renderer={name!r} is not known: expected one of {', '.join(map(repr, (*NAMES, *_RENDERS_WITH)))}. "
             'Use renderer="mujoco" for other environments that render with the package mujoco'
         )
+
+
+def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
+    """Return the row of a renderer's installed version; raise if the renderer is unknown or not installed."""
+    check_renderer(name)
     found = _RENDERS_WITH.get(name, name)
     missing = next((package for package in _required_packages(found) if package not in versions), None)
     if missing is not None:

@@ -28,7 +28,7 @@ from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import FORMAT, checksum, format_error
 from rl_ext_core.frames.memory import as_storage_error, storage_error
-from rl_ext_core.resources import check_folder
+from rl_ext_core.resources import check_folder, check_path
 
 MANIFEST = "store.json"
 _GENERATION = re.compile(r"log-(\d{4})")
@@ -106,11 +106,7 @@ class LogFolder:
     close: weakref.finalize[Any, LogFolder]
 
     def __init__(self, path: str | os.PathLike[str], options: dict[str, Any]) -> None:
-        if not os.fspath(path):  # it would be the working directory
-            raise InvalidArgumentError(
-                f"storage_dir={path!r} is empty; pass the name of a folder, for example storage_dir='buffer', or None "
-                "to keep everything in memory"
-            )
+        check_path("storage_dir", path)
         self.path = Path(path).absolute()
         self.options: dict[str, Any] = json.loads(json.dumps(options))
         self.identity = secrets.token_hex(8)

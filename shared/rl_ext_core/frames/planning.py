@@ -248,6 +248,8 @@ def plan(
             raise InvalidTypeError(f"{name}={value!r} must be an integer; for example {name}=1_000_000")
         if value < least:
             raise InvalidArgumentError(f"{name}={value} must be at least {least}")
+    if shape is not None and not isinstance(shape, tuple | list | np.ndarray):
+        raise InvalidTypeError(f"shape={shape!r} must be a tuple of integers; for example shape=(100, 100, 9)")
     given, row_bytes = None if shape is None else tuple(map(int, shape)), _ROW_BYTES
     if env is not None:
         layout, given, source, row_bytes, sizes = _measure_env(env, given, n_stack, steps, seed)

@@ -32,7 +32,7 @@ from rl_ext_core import _system
 from rl_ext_core._import_path import import_path
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core._system import IMPORT_TIME_VARIABLES, after_fork, picklable_descriptor
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError, StorageError
 from rl_ext_core.processes import server
 from rl_ext_core.processes.process_groups import kill_process_trees
 from rl_ext_core.processes.report import WorkerReport
@@ -255,6 +255,10 @@ def _get_preparation_data(name: str) -> dict[str, Any]:
     chosen = multiprocessing.get_start_method(allow_none=True)
     try:
         data: dict[str, Any] = _original_preparation_data(name)
+    except FileNotFoundError as error:
+        raise StorageError(
+            "the working directory was deleted, expected an existing one for new processes. Change to another one first"
+        ) from error
     finally:
         if process is not None and not chosen:
             # Reading the default has fixed it. Without this reset, the user could not set a start method.

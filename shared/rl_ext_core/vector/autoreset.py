@@ -96,19 +96,29 @@ def wrapper_chain(env: Any) -> list[Any]:
 def find_autoreset_mode(env: Any, requested_mode: object, *, uses_torch: bool) -> Autoreset | None:
     """Return the autoreset mode of a vectorized environment.
 
-    The first of these decides: the argument, an attribute, the metadata, the rules of the library.
+    The first of these decides: an attribute, the metadata, the argument, the settings, the rules of the library.
 
     :param env: vectorized environment, wrapped or not
     :param requested_mode: mode that the caller has set, or its name or value; None if not set
     :param uses_torch: whether it steps on tensors. Such environments reset rows in the step unless they set a mode
     :return: the mode; None if it is unknown
-    :raises InvalidArgumentError: If a mode does not exist.
+    :raises InvalidArgumentError: If a mode does not exist, or the argument differs from the environment's own mode.
     """
     base = getattr(env, "unwrapped", env)
-    named = [requested_mode, *(getattr(layer, "autoreset_mode", None) for layer in (env, base))]
+    requested = None if requested_mode is None else Autoreset.parse(requested_mode)
+    named = [getattr(layer, "autoreset_mode", None) for layer in (env, base)]
     for found in (*named, (getattr(env, "metadata", None) or {}).get("autoreset_mode")):
-        if found is not None:
-            return Autoreset.parse(found)
+        if found is None:
+            continue
+        declared = Autoreset.parse(found)
+        if requested not in (None, declared):
+            raise InvalidArgumentError(
+                f"autoreset_mode={requested_mode!r}: {type(base).__name__} declares {declared.value!r}, expected the "
+                'same. Leave autoreset_mode out; if the environment is wrong, set its metadata["autoreset_mode"]'
+            )
+        return declared
+    if requested is not None:
+        return requested
     # ManiSkill's vector wrapper has an attribute, mjlab a setting.
     settings = [getattr(layer, "__dict__", {}).get("auto_reset") for layer in wrapper_chain(env)]
     for resets in (*settings, getattr(getattr(base, "cfg", None), "auto_reset", None)):

@@ -333,9 +333,9 @@ class Pool:
         :param starting: whether the time limit is ``start_timeout``; default: ``step_timeout``
         :param raise_failures: whether to raise answers that are a :class:`WorkerError`. Pools with restarts have such
             answers
-        :raises WorkerError: If a worker has failed.
+        :raises WorkerError: If a worker has failed, now or before.
         """
-        require_same_process(self._owner)
+        self.raise_failure()
         self._receive(self.options.start_timeout if starting else self.options.step_timeout)
         self.has_unread_answers = False
         if raise_failures:

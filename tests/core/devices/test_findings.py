@@ -130,7 +130,8 @@ MISTAKES: list[Mistake] = [
     ({**EGL, "EGL_DEVICE_ID": "2", MASK: "2"}, FOUR, "EGL_DEVICE_ID", "error", f"export {INDEX}=2",
      "dm_control and robosuite ignore it and read"),
     # Names of variables, as from .env files. Values are corrected in a second step.
-    ({**SCREEN, "cuda_visible_devices": "1"}, with_renderers(FOUR), "cuda*", "error", f"export {MASK}=1", "no effect"),
+    *(({**SCREEN, name: "1"}, with_renderers(FOUR), name, "error", f"export {MASK}=1", "no effect")
+      for name in ("cuda_visible_devices", "CUDA_VISIBLE_DEVICE")),
     ({**SCREEN, "MUJOCO_GL ": " egl"}, with_renderers(FOUR), "MUJOCO_GL ", "error", f"export {GL}=egl", "'MUJOCO_GL '"),
 ]
 # fmt: on

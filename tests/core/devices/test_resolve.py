@@ -248,6 +248,7 @@ REFUSED: list[Refused] = [
     expect_error(MISSING, "'mujoco'", "pip install", machine(1, without=("mujoco",)), render="cpu",
         renderer="gymnasium"),
     expect_error(WRONG, "renderer='pyrenderer'", 'renderer="mujoco"', FOUR, **SAME, renderer="pyrenderer"),
+    expect_error(WRONG, "renderer='pyrenderer'", 'renderer="mujoco"', FOUR, renderer="pyrenderer"),
     expect_error(WRONG, "render='yes'", 'render="same"', FOUR, render="yes"),
     expect_error(TYPE, "render=None", 'render="none"', FOUR, render=None),
     expect_error(UNAVAILABLE, "sapien 3.0.3 renders on GPUs only", "", SAPIEN, device="cpu", **SAME, renderer="sapien"),

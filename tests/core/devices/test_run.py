@@ -118,6 +118,7 @@ def test_program_gets_variables_arguments_status_and_signals() -> None:
         ((), "needs a program"),
         (("--gpu", "1", "--", "python"), "Use --gpu auto"),
         (("--renderer", "x", "--", "python"), "--renderer x is not known"),
+        *(((option, "", "--", "python"), f"{option} is empty") for option in ("--gpu", "--render", "--renderer")),
     ],
 )
 def test_wrong_command_starts_nothing(arguments: Sequence[str], says: str) -> None:

@@ -147,6 +147,8 @@ def test_broken_env_is_named_and_closed_if_plan_created_it(how: str, error: type
         ({"shape": (9, 9), "size": 1, "max_bytes": 0}, InvalidArgumentError, "max_bytes=0"),
         ({"shape": None, "size": 1, "env": Film, "steps": 0}, InvalidArgumentError, "steps=0 must be at least 128"),
         ({"shape": None, "size": 1}, InvalidArgumentError, "shape=None needs env"),
+        ({"shape": "84,84", "size": 1}, InvalidTypeError, "shape='84,84' must be a tuple of integers"),
+        ({"shape": 84, "size": 1}, InvalidTypeError, "shape=84 must be a tuple of integers"),
         ({"shape": (84, 84, 4), "size": 1, "n_stack": 5}, InvalidArgumentError, "n_stack=5 does not divide"),
         (
             {"shape": (80, 100, 7), "size": 1, "env": Film},

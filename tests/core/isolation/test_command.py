@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,16 @@ def test_verdict_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert first.out.startswith("shared-state   (by probe, in ")
     assert "Use one process per environment." in " ".join(first.out.split())
     assert "step    " in first.out
+
+
+def test_deleted_working_directory_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deleted").mkdir()
+    monkeypatch.chdir(tmp_path / "deleted")
+    (tmp_path / "deleted").rmdir()
+    assert main(["probe", "CartPole-v1"]) == 1
+    assert "the working directory was deleted" in capsys.readouterr().err
 
 
 def test_json_output_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
