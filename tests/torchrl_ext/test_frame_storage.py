@@ -91,6 +91,9 @@ def test_update_if_present_writes_images() -> None:
 
 _PICTURE = torch.full((STACK, HEIGHT, WIDTH), 9, dtype=torch.uint8)
 IN_PLACE: dict[str, Any] = {
+    "element": lambda buffer: buffer[3]["pixels"].fill_(9),
+    "element of a tensor": lambda buffer: buffer[torch.tensor(3)]["pixels"].fill_(9),
+    "all elements": lambda buffer: buffer[...]["pixels"].fill_(9),
     "slice of a slice": lambda buffer: buffer[:]["pixels"][2:4].fill_(9),
     "image of a slice, assigned": lambda buffer: buffer[:]["pixels"].__setitem__(3, _PICTURE),
     "pixel of an image, assigned": lambda buffer: buffer[:]["pixels"][3].__setitem__((0, 0, 0), 9),
@@ -99,7 +102,6 @@ IN_PLACE: dict[str, Any] = {
     "update_": lambda buffer: buffer[:][3:4].update_(TensorDict({"pixels": _PICTURE[None]}, [1])),
 }
 COPIES: dict[str, Any] = {
-    "element": lambda buffer: buffer[3]["pixels"].fill_(9),
     "elements of a tensor": lambda buffer: buffer[torch.tensor([1, 2])]["pixels"].fill_(9),
     "array": lambda buffer: buffer[:]["pixels"].numpy().fill(9),
     "clone": lambda buffer: buffer[:].clone()["pixels"].fill_(9),
@@ -112,7 +114,7 @@ COPIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("use", [*IN_PLACE, *COPIES])
-def test_images_of_slices_cannot_be_changed_in_place(use: str) -> None:
+def test_images_of_views_cannot_be_changed_in_place(use: str) -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(16))
     data = TensorDict({"pixels": torch.zeros(16, STACK, HEIGHT, WIDTH, dtype=torch.uint8)}, [16])
     buffer.extend(data)

@@ -112,6 +112,20 @@ def is_slices(index: Any) -> bool:
     return bool(parts) and all(isinstance(part, slice) for part in parts)
 
 
+def is_view(index: Any) -> bool:
+    """Return whether torch returns a view for an index, and not a copy: it has only integers, slices, ... and None."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        part is None or part is ... or isinstance(part, slice) or (np.ndim(part) == 0 and _is_integer(part))
+        for part in parts
+    )
+
+
+def _is_integer(part: Any) -> bool:
+    """Return whether a scalar is an integer, and not a bool."""
+    return part.dtype in _INTEGERS if isinstance(part, torch.Tensor) else type(part) is not bool
+
+
 def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> Target:
     """Return the places that an index selects, and one element for each.
 

@@ -37,6 +37,7 @@ from torchrl_ext.frame_storage.arguments import (
     is_key,
     is_single_index,
     is_slices,
+    is_view,
     number_places,
     resolve_target,
     snapshot_rows,
@@ -80,8 +81,8 @@ class FrameStorage(TensorStorage):
     It stores TensorDicts and lists of TensorDicts. Plain tensors, dictionaries and other trees are refused: use
     ``TensorDict(data, batch_size=[n])``.
 
-    A slice, such as ``buffer[:]`` or ``buffer[2:5]``, decodes images when they are used. They cannot be changed in
-    place. To change an image, assign an element: ``buffer[3] = data``. A part of the keys is enough, as in
+    An element or a slice, such as ``buffer[3]`` or ``buffer[2:5]``, decodes images when they are used. They cannot be
+    changed in place. To change an image, assign an element: ``buffer[3] = data``. A part of the keys is enough, as in
     ``buffer[3] = TensorDict({"pixels": image})``.
 
     Priorities are not part of the storage. Save them with ``buffer.dumps(path)``, or with
@@ -455,7 +456,7 @@ class FrameStorage(TensorStorage):
         self._call_tables("commit")
 
     def get(self, index: Any) -> Any:
-        """Return the elements at an index. Images of a slice are decoded when they are used.
+        """Return the elements at an index. Images of an element or a slice are decoded when they are used.
 
         :param index: an index; or a key, which returns that leaf of all elements
         """
@@ -473,7 +474,7 @@ class FrameStorage(TensorStorage):
             return self.get(slice(None))[index]
         # TorchRL's samplers read whole elements, but use only flags and ids. They drop the elements before the buffer
         # can write, so images can be left encoded.
-        lazy = by_sampler or is_slices(index)
+        lazy = by_sampler or is_view(index)
         if is_slices(index):
             refuse_setting_key()
         self._require_open()

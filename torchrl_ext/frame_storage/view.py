@@ -1,4 +1,4 @@
-"""Lazy views of stored images, which slices of a storage contain in place of pixels."""
+"""Lazy views of stored images, which elements and slices of a storage contain in place of pixels."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _find_written(func: Any, args: Any, kwargs: Any) -> Iterator[bool]:
 def _read_only_error() -> InvalidArgumentError:
     """Return the error for a change of images in place."""
     return InvalidArgumentError(
-        "the images of a slice such as buffer[:] cannot be changed in place, because they are stored compressed. "
+        "images of an element or a slice of the buffer cannot be changed in place, because they are stored compressed. "
         "Change a copy, and store it: data = buffer[i].clone(), then buffer[i] = data"
     )
 
