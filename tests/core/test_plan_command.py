@@ -1,5 +1,3 @@
-"""``rl-ext plan``, and names of environments on the command line, which all commands read in the same way."""
-
 from __future__ import annotations
 
 import json
@@ -74,7 +72,6 @@ number = 3
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write a module that defines environments, and return its name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

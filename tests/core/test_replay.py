@@ -1,5 +1,3 @@
-"""``rl-ext replay``: crashes at recorded steps, actions as arrays, and no changed files."""
-
 from __future__ import annotations
 
 import functools
@@ -124,7 +122,6 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signa
 
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Write a module with environments that fail, and import it."""
     (tmp_path / "failing_envs.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -271,7 +268,6 @@ def replay_writer(
     np.save(folder / "array.npy", np.arange(3))
 
     def read_files() -> dict[str, Any]:
-        """Return the mode and content of all files, and None for folders."""
         paths = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
         return {str(path): (path.stat().st_mode, path.read_bytes()) if path.is_file() else None for path in paths}
 

@@ -91,7 +91,6 @@ class FakeNvml(ModuleType):
             setattr(self, f"nvml{name}", partial(self._answer_or_raise, f"nvml{name}", answer))
 
     def _answer_or_raise(self, name: str, answer: Any, *args: Any) -> Any:
-        """Return ``answer(*args)``, or raise the error that ``fails`` gives for this function."""
         if name in self.fails:
             kind, text = self.fails[name]
             raise getattr(self, kind)(text)

@@ -1,5 +1,3 @@
-"""``rl-ext doctor``: its report on compute and rendering devices, and tests of real renderers."""
-
 from __future__ import annotations
 
 import json

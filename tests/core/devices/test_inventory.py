@@ -1,5 +1,3 @@
-"""``Inventory``: reading a machine without starting CUDA, and failures of drivers."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -18,7 +16,6 @@ from tests.core.devices.fakes import build
 
 
 def logged_calls(log: Path) -> list[list[str]]:
-    """Return the functions of the fake libraries that were called, each with its process."""
     return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
 
 
@@ -28,7 +25,6 @@ def logged_calls(log: Path) -> list[list[str]]:
 def read_fake_nvml(
     monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Gpu], fails: Any = None
 ) -> tuple[Inventory, FakeNvml]:
-    """Read the inventory of a fake pynvml with these GPUs, and return both."""
     nvml = FakeNvml(gpus, fails)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(inventory, "_cached_inventory", None)

@@ -1,5 +1,3 @@
-"""``CUDA_VISIBLE_DEVICES`` is read as torch reads it, and no value of it raises an error."""
-
 from __future__ import annotations
 
 import os

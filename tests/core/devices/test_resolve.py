@@ -1,5 +1,3 @@
-"""``resolve``: tables of users' environments with the expected decision, or the expected error and its fix."""
-
 from __future__ import annotations
 
 import contextlib
@@ -79,14 +77,12 @@ def expect_gpu(
 
 
 def expect_cpu(there: Inventory, environ: Any = None, *, renders: Any = None, says: str = "", **ask: Any) -> Decided:
-    """Create a case that decides on the CPU."""
     return there, environ or {}, ask, "cpu", None, renders, says
 
 
 def expect_error(
     error: type[RlExtError], says: str, fix: str, there: Inventory, environ: Any = None, **ask: Any
 ) -> Refused:
-    """Create a case in which ``resolve`` raises an error with these texts."""
     return there, environ or {}, ask, error, says, fix
 
 
@@ -266,12 +262,10 @@ REFUSED: list[Refused] = [
 
 @pytest.fixture(autouse=True)
 def clear_logged_sentences() -> None:
-    """Empty the set of sentences that are logged only once per process."""
     decide._log_once.cache_clear()
 
 
 def resolve(device: Any = "auto", *, inventory: Inventory = FOUR, environ: Any = None, **options: Any) -> Decision:
-    """Call ``devices.resolve``, by default with four GPUs and no environment variables."""
     return devices.resolve(device, inventory=inventory, environ=environ or {}, **options)
 
 

@@ -1,5 +1,3 @@
-"""``rl-ext run``: the plan for a program, the program that it starts, and ``rl-ext doctor --pid``."""
-
 from __future__ import annotations
 
 import json
@@ -93,7 +91,6 @@ SHOW = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() i
 
 
 def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run ``rl-ext run`` in a new process."""
     command = [sys.executable, "-m", "rl_ext_core", "run", *arguments]
     environ = {**run_code.environment(**variables), "PYTHONPATH": str(run_code.ROOT / "shared")}
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)

@@ -29,8 +29,6 @@ WIDE = gym.spaces.Box(-np.inf, np.inf, (7,), np.float64)
 
 @dataclasses.dataclass
 class Rewards:
-    """Parameters of the rewards, stored as an attribute of an environment."""
-
     bonus: float = 1.0
     penalty: float = 0.25
 
@@ -60,7 +58,6 @@ class Line(gym.Env[Any, Any]):
         return self._observation(), {}
 
     def push(self, action: Any) -> float:
-        """Return how far an action moves the point."""
         return self.gain * (int(action) - 1)
 
     def step(self, action: Any) -> Any:
@@ -73,7 +70,6 @@ class Line(gym.Env[Any, Any]):
         return GONE
 
     def _observation(self) -> Any:
-        """Return all settings and the position as an array."""
         numbers = [self.position, self.gain, self.ticks, self.left, self.rewards.bonus, self.rewards.penalty]
         return np.array([*numbers, float(self.weights.sum())])
 
@@ -165,7 +161,6 @@ def try_rollout(env: Any, steps: int = 12) -> list[Any]:
 
 
 def rollout_of_pickle(packed: bytes, steps: int) -> list[Any]:
-    """Unpickle a factory, build its environment, and return the results of :func:`try_rollout`."""
     return try_rollout(cloudpickle.loads(packed)(), steps)
 
 

@@ -15,8 +15,6 @@ WEIGHTS = np.ones(3)
 
 
 class Budget:
-    """Object that the module and its environments share."""
-
     def __init__(self) -> None:
         self.left = 10
 

@@ -1,5 +1,3 @@
-"""Copies contain state that outlasts resets: statistics, counters, curricula."""
-
 from __future__ import annotations
 
 import collections
@@ -85,7 +83,6 @@ def _reset(env: Any) -> None:
 
 
 def _stop_midway(env: Any) -> None:
-    """Reset the environment and take five steps."""
     rollout(env, 5)
 
 
@@ -124,8 +121,6 @@ def test_copying_does_not_change_the_original(stage: Any) -> None:
 
 
 class Driven(gym.Env[Any, Any]):
-    """Environment that reads class attributes, globals and functions of its module."""
-
     action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
     speed, body, bodies = 1.0, copying.Rewards(), {"a": copying.Rewards()}
 
@@ -142,7 +137,6 @@ GRAVITY, TABLE = 9.8, {"k": [1.0]}
 
 
 def scale(x: float) -> float:
-    """Return the argument. A test replaces this global function."""
     return x
 
 
@@ -171,8 +165,6 @@ EPISODES = {"count": 0, "steps": 0}
 
 
 class Paced(Line):
-    """Environment that counts its episodes and the steps of an episode in a global."""
-
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         EPISODES["count"] += 1
         EPISODES["steps"] = 0
@@ -205,7 +197,6 @@ def test_global_that_episodes_change_is_reported_unless_resets_restore_it(
 
 @pytest.fixture
 def restored_globals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the module's globals to their state after an import."""
     monkeypatch.setattr(curricula, "LEVEL", {"level": 1, "extra": [{"speed": 1}]})
     monkeypatch.setattr(curricula, "VISITS", collections.defaultdict(int))
     monkeypatch.setattr(curricula, "BUDGET", curricula.Budget())
@@ -214,7 +205,6 @@ def restored_globals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _first_observation(packed: bytes) -> list[Any]:
-    """Build the environment of a pickled factory, and return its first observation."""
     found: list[Any] = cloudpickle.loads(packed)().reset()[0].tolist()
     return found
 

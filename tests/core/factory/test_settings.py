@@ -1,5 +1,3 @@
-"""Changes of an environment since its construction are copied, or rejected by name."""
-
 from __future__ import annotations
 
 import collections
@@ -22,7 +20,6 @@ Change = Callable[[Any], object]
 
 
 def _change_base(name: str, value: Any) -> Change:
-    """Return a change that sets an attribute of the unwrapped environment."""
     return lambda env: setattr(env.unwrapped, name, value)
 
 
@@ -40,7 +37,6 @@ LINE: dict[str, tuple[set[str], Change]] = {
 
 
 def _make_registered() -> Any:
-    """Make the registered environment with a time limit."""
     return gym.make("copies/Line-v0", max_episode_steps=9)
 
 
@@ -78,8 +74,6 @@ def test_several_changes_together_are_copied(make: Any, used: bool, copy_outcome
 
 
 class Body:
-    """Object with a plain attribute."""
-
     def __init__(self, mass: float) -> None:
         self.mass = mass
 
@@ -97,8 +91,6 @@ class Heavy(Body):
 
 
 class Point:
-    """Object that stores its value in two slots, one of them with a mangled name."""
-
     __slots__ = ("__private", "a")
 
     def set(self, value: float) -> Point:
@@ -111,40 +103,32 @@ class Point:
 
 
 class Mode(enum.Enum):
-    """Enumeration of two values."""
-
     SLOW, FAST = 1.0, 4.0
 
 
 def _replace_stored(value: Any) -> Change:
-    """Return a change that replaces the object that the environment stores."""
     return lambda env: setattr(env, "held", value() if callable(value) else value)
 
 
 def _set_on_stored(**values: Any) -> Change:
-    """Return a change that sets attributes of the object that the environment stores."""
     return lambda env: [setattr(env.held, name, value) for name, value in values.items()]
 
 
 def _make_cycle() -> dict[str, Any]:
-    """Make a dict that contains itself."""
     made: dict[str, Any] = {"v": 1.0}
     made["itself"] = made
     return made
 
 
 def _make_views() -> list[Any]:
-    """Make an array and a view of it."""
     whole = np.zeros(10)
     return [whole, whole[::2]]
 
 
 def _make_closures() -> Any:
-    """Make two functions that share a variable of their closure."""
     count = 0
 
     def add(by: int) -> int:
-        """Add to the shared variable."""
         nonlocal count
         count += by
         return count
@@ -153,7 +137,6 @@ def _make_closures() -> Any:
 
 
 def _make_torch_module() -> Any:
-    """Make a torch module with parameters and buffers."""
     import torch
 
     made = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2))
@@ -245,7 +228,6 @@ class Resetting(gym.Env[Any, Any]):
         return self._observation(), 0.0, False, False, {}
 
     def _observation(self) -> Any:
-        """Return all settings as an array."""
         held = [
             float(self.lazy or 0),
             sum(self.world or ()),
@@ -289,8 +271,6 @@ _ports = itertools.count(5000)
 
 
 class Connecting(Line):
-    """Environment whose constructor takes the next free port."""
-
     def __init__(self) -> None:
         super().__init__()
         self.port = next(_ports)
@@ -393,8 +373,6 @@ class Forwarding(gym.Wrapper[Any, Any, Any, Any]):
 
 
 class Refusing(gym.Wrapper[Any, Any, Any, Any]):
-    """Wrapper that rejects changes of its attributes."""
-
     def __init__(self, env: Any) -> None:
         super().__init__(env)
         vars(self)["_closed"] = True

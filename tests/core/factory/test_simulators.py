@@ -1,5 +1,3 @@
-"""Environments of simulators and other frameworks are copied, with their changes, or rejected by path."""
-
 from __future__ import annotations
 
 import functools
@@ -19,7 +17,6 @@ _import_or_skip = pytest.importorskip
 
 
 def _make_or_skip(name: str, **options: Any) -> Any:
-    """Make an environment by its id, or skip the test if a package is missing."""
     try:
         return gym.make(name, **options)
     except (ImportError, gym.error.Error) as error:
@@ -27,25 +24,21 @@ def _make_or_skip(name: str, **options: Any) -> Any:
 
 
 def _make_pong(**options: Any) -> Any:
-    """Make Atari's Pong."""
     gym.register_envs(_import_or_skip("ale_py"))
     return _make_or_skip("ALE/Pong-v5", **options)
 
 
 def _load_dm_control(domain: str, task: str) -> Any:
-    """Load a task of dm_control's suite."""
     return _import_or_skip("dm_control.suite").load(domain, task, task_kwargs={"random": 0})
 
 
 def _make_robosuite(**options: Any) -> Any:
-    """Make a robosuite environment that does not render."""
     robosuite = _import_or_skip("robosuite")
     settings = {"has_renderer": False, "has_offscreen_renderer": False, "use_camera_obs": False, "horizon": 20}
     return robosuite.make("Lift", robots="Panda", **{**settings, **options})
 
 
 def _make_pettingzoo(name: str, kind: str = "env", **options: Any) -> Any:
-    """Make a PettingZoo environment, or skip the test if a package is missing."""
     _import_or_skip("pettingzoo")
     try:
         return getattr(importlib.import_module(f"pettingzoo.{name}"), kind)(**options)
@@ -54,7 +47,6 @@ def _make_pettingzoo(name: str, kind: str = "env", **options: Any) -> Any:
 
 
 def _make_transformed(*transforms: Any) -> Any:
-    """Make a TorchRL environment under transforms, given by name and arguments."""
     torchrl = _import_or_skip("torchrl.envs")
     _import_or_skip("torchrl_ext")
     made = [getattr(torchrl, name)(*arguments, **options) for name, arguments, options in transforms]
@@ -193,7 +185,6 @@ def test_copies_for_workers_differ_and_repeat_with_a_seed(name: str) -> None:
 
 
 def _make_with_thing(thing: Any) -> Any:
-    """Make a CartPole with an object as its attribute ``thing``."""
     env: Any = gym.make("CartPole-v1")
     env.thing = thing
     return env

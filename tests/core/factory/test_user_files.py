@@ -1,5 +1,3 @@
-"""Comparing an instance with copies steps them only if they differ, and changes no file of the user's."""
-
 from __future__ import annotations
 
 import functools
@@ -41,7 +39,6 @@ class Counting(Line):
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file that receives the calls of ``Counting``."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "calls"
 
@@ -60,8 +57,6 @@ def test_changed_instance_costs_three_builds(calls: Path) -> None:
 
 
 class Logging(Line):
-    """Environment that writes, appends, replaces and deletes files of a folder."""
-
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = Path(folder)
@@ -107,8 +102,6 @@ def test_comparison_changes_no_file_of_an_environment_that_writes_files(
 
 
 class Archiving(Line):
-    """Environment whose constructor moves an earlier log away."""
-
     def __init__(self, file: str) -> None:
         super().__init__()
         if os.path.exists(file):

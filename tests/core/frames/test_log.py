@@ -1,5 +1,3 @@
-"""Stores on a log: Dict observations, losses, folders, kills and damage."""
-
 from __future__ import annotations
 
 import contextlib

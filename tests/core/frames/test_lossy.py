@@ -1,5 +1,3 @@
-"""Lossy stores: each pixel is within ``max_error``, and JPEG images are close to the original ones."""
-
 from __future__ import annotations
 
 import importlib.util

@@ -1,5 +1,3 @@
-"""Plans: measured and estimated costs, budgets, environments, and wrong arguments."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -48,7 +48,6 @@ class ReferenceStore:
         self.observations[:], self.next_observations[:] = 0, 0
 
     def append(self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]) -> None:
-        """Store one transition of each environment; it overwrites the oldest if the ring is full."""
         self.observations[self.position] = observations
         self.next_observations[self.position] = next_observations
         self.position = (self.position + 1) % self.capacity
@@ -157,7 +156,6 @@ class _Stacker:
         self.stack = np.concatenate([kept, self._frame], axis=axis)
 
     def _next_frame(self) -> npt.NDArray[np.generic]:
-        """Generate a frame of the requested kind from the previous frame."""
         rng, contents = self._rng, self._contents
         if contents == "mixed":
             contents = CONTENTS[rng.integers(len(CONTENTS) - 1)]

@@ -79,8 +79,6 @@ class Plain(gymnasium.Env[np.ndarray, int]):
 
 
 class DrawsFromNumPy(Plain):
-    """Environment that draws from NumPy's global generator."""
-
     def noise(self) -> float:
         return float(np.random.random())
 
@@ -99,8 +97,6 @@ class DrawsWhenBuilt(Plain):
 
 
 class ClassAttribute(Plain):
-    """Environment whose instances append to one list of their class."""
-
     total: ClassVar[list[float]] = []
 
     def noise(self) -> float:
@@ -109,10 +105,7 @@ class ClassAttribute(Plain):
 
 
 class IgnoresSeeds(Plain):
-    """Environment that uses the same seed in all resets."""
-
     def reset(self, **options: Any) -> Reset:
-        """Reset with seed 0, whatever seed is passed."""
         return super().reset(seed=0)
 
 
@@ -127,8 +120,6 @@ class ActsOnAll(IgnoresSeeds):
 
 
 class SharedOutput(Plain):
-    """Environment whose instances all return the same array."""
-
     _output: ClassVar[np.ndarray] = np.zeros(1)
 
     def step(self, action: int) -> Step:
@@ -137,8 +128,6 @@ class SharedOutput(Plain):
 
 
 class OwnOutput(SharedOutput):
-    """Environment whose instance returns one array in all steps."""
-
     def __init__(self) -> None:
         super().__init__()
         self._output = np.zeros(1)  # type: ignore[misc]
@@ -168,8 +157,6 @@ class MaskedByMethod(Masked):
 
 
 class Slow(Plain):
-    """Environment that sleeps in its resets or steps."""
-
     def __init__(self, reset: float = 0.0, step: float = 0.0) -> None:
         super().__init__()
         self._seconds = reset, step
@@ -184,15 +171,11 @@ class Slow(Plain):
 
 
 class FailsAtReset(Plain):
-    """Environment whose reset raises an exception."""
-
     def reset(self, **options: Any) -> Reset:
         raise RuntimeError("no world")
 
 
 class ReadsAFile(Plain):
-    """Environment that reads a file of the working directory."""
-
     def reset(self, **options: Any) -> Reset:
         Path("world.txt").read_text()
         return super().reset(**options)
@@ -220,8 +203,6 @@ class Messy(Plain):
 
 
 class LeavesALock(Plain):
-    """Environment that cannot be built while another instance is open."""
-
     def __init__(self, path: str) -> None:
         super().__init__()
         self._path = Path(path)
@@ -232,25 +213,18 @@ class LeavesALock(Plain):
 
 
 class SaysSingle(Plain):
-    """Environment whose metadata declares a single instance per process."""
-
     metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "isolation": "single-instance"}
 
 
 class SaysIndependent(Plain):
-    """Environment whose metadata declares independent instances, in capitals."""
-
     metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "isolation": "INDEPENDENT"}
 
 
 class SaysNonsense(Plain):
-    """Environment whose metadata declares an invalid value."""
-
     metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "isolation": True}
 
 
 def make_declared_single() -> SaysSingle:
-    """Create an environment whose metadata declares a single instance per process."""
     return SaysSingle()
 
 
@@ -296,12 +270,9 @@ class BadClose(Plain):
 
 
 class NotAnEnvironment:
-    """Class with a reset, but without a step."""
-
     def reset(self) -> int:
         return 0
 
 
 def exit_while_building() -> None:
-    """End the process instead of creating an environment."""
     sys.exit("no license")

@@ -43,7 +43,6 @@ def require_osmesa() -> None:
 
 
 def compile_into(folder: Path, compiler: str) -> None:
-    """Compile the fake driver libraries into a folder."""
     for source, library in LIBRARIES.items():
         command = [compiler, "-std=c11", "-D_DEFAULT_SOURCE", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC"]
         command += [f"-Wl,-soname,{library}", "-o", str(folder / library), str(SOURCES / source)]
