@@ -179,18 +179,6 @@ def test_crash_of_a_copy_raises_worker_error() -> None:
     assert "in step" in caught.value.traceback
 
 
-class Raising(Line):
-    def step(self, action: Any) -> Any:
-        raise ArithmeticError("no move here")
-
-
-def test_environment_that_raises_in_its_steps_is_copied(copy_outcome: Any) -> None:
-    env = Raising()
-    env.gain = 4.0
-    assert copy_outcome(env, "gain") == "copied"
-    assert as_factory(env)().gain == 4.0
-
-
 _connected: list[int] = []
 
 
@@ -220,19 +208,6 @@ def test_handle_that_a_copy_cannot_use_is_rejected() -> None:
     as_factory(first)
     second.close()
     first.close()
-
-
-class AbortsWhenRendered(Line):
-    render_mode = "rgb_array"
-
-    def render(self) -> Any:
-        os.abort()
-
-
-def test_environment_that_cannot_be_rendered_in_another_process_is_copied() -> None:
-    env = AbortsWhenRendered()
-    env.gain = 4.0
-    assert as_factory(env)().gain == 4.0
 
 
 class Parameters(ctypes.Structure):

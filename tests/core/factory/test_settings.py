@@ -3,6 +3,7 @@ from __future__ import annotations
 import collections
 import enum
 import itertools
+import os
 import queue
 import threading
 import types
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 from gymnasium import wrappers
 
-from tests.core.factory.copying import COPIED, EITHER, NOT_SILENT, Case, HoldingEnv, Line, Scaled, rollout
+from rl_ext_core.factory import as_factory
+from tests.core.factory.copying import COPIED, EITHER, NOT_SILENT, Case, HoldingEnv, Line, Scaled, rollout, try_rollout
 
 Change = Callable[[Any], object]
 
@@ -267,64 +269,6 @@ def test_setting_in_an_attribute_that_resets_write_is_copied(change: Change, use
     assert copy_outcome(env) == "copied"
 
 
-_ports = itertools.count(5000)
-
-
-class Connecting(Line):
-    def __init__(self) -> None:
-        super().__init__()
-        self.port = next(_ports)
-
-    def push(self, action: Any) -> float:
-        return float(self.port)
-
-
-def test_value_that_differs_in_each_instance_is_named(copy_outcome: Any) -> None:
-    env = Connecting()
-    env.port = 7777
-    assert copy_outcome(env, ".port") == "warned"
-
-
-class Drawing(Line):
-    """Environment with two locks whose names begin with ``gain``. The first step creates one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain_lock, self.gain_window = threading.Lock(), None
-
-    def step(self, action: Any) -> Any:
-        self.gain_window = self.gain_window or threading.Lock()
-        return super().step(action)
-
-
-def test_attributes_whose_names_begin_alike_are_apart(copy_outcome: Any) -> None:
-    env = Drawing()
-    rollout(env)
-    env.gain = 3.5
-    assert copy_outcome(env) == "copied"
-
-
-class Sides(enum.Flag):
-    """Flag with two members. The class caches their combinations."""
-
-    LEFT, RIGHT = 1, 2
-
-
-class Sided(Line):
-    """Environment that moves by the value of a flag."""
-
-    sides = Sides.LEFT
-
-    def push(self, action: Any) -> float:
-        return float((self.sides | Sides(0)).value)
-
-
-def test_combined_flag_is_copied(copy_outcome: Any) -> None:
-    env = Sided()
-    env.sides = Sides.LEFT | Sides.RIGHT
-    assert copy_outcome(env) == "copied"
-
-
 # -- gymnasium's wrappers, and changes of their options.
 
 
@@ -365,6 +309,44 @@ def test_environment_under_each_wrapper_is_copied(
     env.close()
 
 
+# -- Environments and wrappers of unusual classes.
+
+_ports = itertools.count(5000)
+
+
+class Connecting(Line):
+    def __init__(self) -> None:
+        super().__init__()
+        self.port = next(_ports)
+
+    def push(self, action: Any) -> float:
+        return float(self.port)
+
+
+class Locking(Line):
+    """Environment with two locks whose names begin with ``gain``. The first step creates one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain_lock, self.gain_window = threading.Lock(), None
+
+    def step(self, action: Any) -> Any:
+        self.gain_window = self.gain_window or threading.Lock()
+        return super().step(action)
+
+
+class Raising(Line):
+    def step(self, action: Any) -> Any:
+        raise ArithmeticError("no move here")
+
+
+class AbortsWhenRendered(Line):
+    render_mode = "rgb_array"
+
+    def render(self) -> Any:
+        os.abort()
+
+
 class Forwarding(gym.Wrapper[Any, Any, Any, Any]):
     """Wrapper that forwards unknown attributes, even before it has an environment."""
 
@@ -383,9 +365,35 @@ class Refusing(gym.Wrapper[Any, Any, Any, Any]):
         super().__setattr__(name, value)
 
 
-@pytest.mark.parametrize("wrapper", [Forwarding, Refusing])
-def test_wrappers_with_their_own_attribute_access_are_copied(wrapper: Any, copy_outcome: Any) -> None:
-    env = wrapper(_make_cartpole())
-    rollout(env)
-    env.unwrapped.gravity = 3.0
+class Sides(enum.Flag):  # It caches combinations of its members.
+    LEFT, RIGHT = 1, 2
+
+
+class Sided(Line):
+    sides = Sides.LEFT
+
+    def push(self, action: Any) -> float:
+        return float((self.sides | Sides(0)).value)
+
+
+def test_combined_flag_is_copied(copy_outcome: Any) -> None:
+    env = Sided()
+    env.sides = Sides.LEFT | Sides.RIGHT
     assert copy_outcome(env) == "copied"
+
+
+@pytest.mark.parametrize(
+    "make", [Locking, Raising, AbortsWhenRendered, lambda: Forwarding(Line()), lambda: Refusing(Line())]
+)
+def test_setting_in_an_unusual_environment_is_copied(make: Any, copy_outcome: Any) -> None:
+    env = make()
+    try_rollout(env)
+    env.unwrapped.gain = 3.5
+    assert copy_outcome(env, "gain") == "copied"
+    assert as_factory(env)().unwrapped.gain == 3.5
+
+
+def test_value_that_differs_in_each_instance_is_named(copy_outcome: Any) -> None:
+    env = Connecting()
+    env.port = 7777
+    assert copy_outcome(env, ".port") == "warned"

@@ -37,22 +37,16 @@ class Counting(Line):
         return super().step(action)
 
 
-@pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_unchanged_instance_is_built_once_and_a_changed_one_is_reset_and_stepped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "calls"
-
-
-def test_unchanged_instance_costs_one_build_and_no_reset_or_step(calls: Path) -> None:
-    as_factory(Counting())
+    env, calls = Counting(), tmp_path / "calls"
+    as_factory(env)
     assert calls.read_text().split() == ["build", "build"]
-
-
-def test_changed_instance_costs_three_builds(calls: Path) -> None:
-    env = Counting()
     env.gain = 4.0
     assert as_factory(env)().gain == 4.0
-    found = calls.read_text().split()[1:-1]  # without the original, and the copy in this process
+    found = calls.read_text().split()[2:-1]  # without those before, and the copy in this process
     assert (found.count("build"), found.count("reset")) == (3, 3)
 
 
