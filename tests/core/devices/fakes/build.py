@@ -22,7 +22,7 @@ from rl_ext_core.devices import Inventory
 
 SOURCES = Path(__file__).parent
 LIBRARIES = {"nvml.c": "libnvidia-ml.so.1", "egl.c": "libEGL.so.1", "cuda.c": "libcuda.so.1"}
-INVENTORY = "import pickle; from rl_ext_core.devices import Inventory; print(pickle.dumps(Inventory.current()).hex())"
+_INVENTORY = "import pickle; from rl_ext_core.devices import Inventory; print(pickle.dumps(Inventory.current()).hex())"
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG")
 
 
@@ -87,18 +87,11 @@ class Drivers:
         assert done.returncode == 0, f"exit {done.returncode}:\n{done.stderr}"
         return done.stdout
 
-    def python(self, code: str, settings: Mapping[str, str], *, without: Sequence[str] = ()) -> str:
-        """Run code in a new Python on the fake machine, and return its output."""
-        return self.run([sys.executable, "-W", "error", "-c", code], settings, without=without).strip()
-
-    def unpickle(self, code: str, settings: Mapping[str, str], *, without: Sequence[str] = ()) -> Inventory:
-        """Return the inventory that code such as ``INVENTORY`` prints in a new process on the fake machine."""
-        inventory: Inventory = pickle.loads(bytes.fromhex(self.python(code, settings, without=without).split()[-1]))
+    def inventory(self, settings: Mapping[str, str], *, setup: str = "", without: Sequence[str] = ()) -> Inventory:
+        """Return the inventory that a new process reads on the fake machine, after it has run the code ``setup``."""
+        printed = self.run([sys.executable, "-W", "error", "-c", setup + _INVENTORY], settings, without=without)
+        inventory: Inventory = pickle.loads(bytes.fromhex(printed.split()[-1]))
         return inventory
-
-    def inventory(self, settings: Mapping[str, str], *, without: Sequence[str] = ()) -> Inventory:
-        """Return the inventory that a new process reads on the fake machine."""
-        return self.unpickle(INVENTORY, settings, without=without)
 
     def _folder_without(self, sources: Sequence[str]) -> Path:
         """Create a folder in which some libraries are empty files, so that the machine's own are not found instead."""
