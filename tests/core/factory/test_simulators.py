@@ -119,6 +119,8 @@ UNSOLVED = {
     "SB3, Atari": "EpisodicLifeEnv keeps that a life was lost, and its first reset takes a step of a game that began"
 }
 
+_make_robosuite_with_its_model = functools.partial(_make_robosuite, hard_reset=False)
+ROBOSUITES = (_make_robosuite, _make_robosuite_with_its_model)
 CHANGED: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
     "body_mass": (COPIED, MADE["HalfCheetah"], lambda e: e.unwrapped.model.body_mass.__setitem__(1, 20.0)),
     "timestep": (COPIED, MADE["HalfCheetah"], lambda e: setattr(e.unwrapped.model.opt, "timestep", 0.004)),
@@ -132,6 +134,8 @@ CHANGED: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
     "timestep ": (COPIED, MADE["suite"], lambda e: setattr(e.physics.model.opt, "timestep", 0.001)),
     "_move_speed": (COPIED, MADE["suite"], lambda e: setattr(e.task, "_move_speed", 0.5)),
     "horizon": (COPIED, _make_robosuite, lambda e: setattr(e, "horizon", 5)),
+    "body_mass ": (COPIED, _make_robosuite_with_its_model,
+                   lambda e: e.sim.model.body_mass.__setitem__(-1, 4.5)),
     "time_penalty": (COPIED, MADE["pistonball"], lambda e: setattr(e.unwrapped, "time_penalty", -9.0)),
     "timestep  ": (EITHER, MADE["TorchRL over dm_control"],
                    lambda e: setattr(e._env.physics.model.opt, "timestep", 0.004)),
@@ -141,11 +145,11 @@ CHANGED: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(quick=3, ci=15)
+@pytest.mark.sample(quick=3, ci=16)
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=pytest.mark.slow) if row[1] in [_make_robosuite, *(MADE[m] for m in SLOW)] else n
+        pytest.param(n, marks=pytest.mark.slow) if row[1] in [*ROBOSUITES, *(MADE[m] for m in SLOW)] else n
         for n, row in CHANGED.items()
     ],
 )
@@ -155,15 +159,6 @@ def test_changed_setting_is_copied_or_reported(name: str, copy_outcome: Any) -> 
     rollout(env)
     change(env)
     assert copy_outcome(env, name.strip(), steps=15) in allowed
-    env.close()
-
-
-@pytest.mark.slow  # robosuite's import takes seconds in each process
-def test_changed_model_of_robosuite_is_copied(copy_outcome: Any) -> None:
-    env = _make_robosuite(hard_reset=False)
-    rollout(env)
-    env.sim.model.body_mass[-1] = 4.5
-    assert copy_outcome(env, "body_mass", steps=15) == "copied"
     env.close()
 
 

@@ -146,11 +146,7 @@ def test_broken_env_is_named_and_closed_if_plan_created_it(how: str, error: type
         ({"shape": None, "size": 1, "env": Film, "steps": 0}, InvalidArgumentError, "steps=0 must be at least 128"),
         ({"shape": None, "size": 1}, InvalidArgumentError, "shape=None needs env"),
         ({"shape": (84, 84, 4), "size": 1, "n_stack": 5}, InvalidArgumentError, "n_stack=5 does not divide"),
-        (
-            {"shape": (80, 100, 7), "size": 1, "env": Film},
-            InvalidArgumentError,
-            r"Film has arrays of shape \(80, 100",
-        ),
+        ({"shape": (80, 100, 7), "size": 1, "env": Film}, InvalidArgumentError, r"Film has arrays of shape \(80, 100"),
         ({"shape": None, "size": 1, "env": 3}, InvalidTypeError, "env=3 is not a gymnasium.Env"),
     ],
 )

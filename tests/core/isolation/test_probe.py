@@ -115,21 +115,10 @@ def skip_without(module: str) -> None:
         skip_or_fail(f"{module} is not installed")
 
 
-def pong() -> Any:
-    import ale_py
-
-    gymnasium.register_envs(ale_py)
-    return gymnasium.make("ALE/Pong-v5")
-
-
-def airstriker() -> Any:
-    import stable_retro
-
-    return stable_retro.make("Airstriker-Genesis-v0", render_mode="rgb_array")
-
-
 @pytest.mark.sample(ci=3)
-@pytest.mark.parametrize("source", ["CartPole-v1", "HalfCheetah-v5", gymnasium.spec("FrozenLake-v1"), pong])
+@pytest.mark.parametrize(
+    "source", ["CartPole-v1", "HalfCheetah-v5", gymnasium.spec("FrozenLake-v1"), "ale_py:ALE/Pong-v5"]
+)
 def test_verdict_on_independent_real_environments(source: Any) -> None:
     verdict = probe(source)
     assert verdict.isolation is INDEPENDENT, verdict
@@ -140,7 +129,7 @@ def test_verdict_on_independent_real_environments(source: Any) -> None:
 @pytest.mark.slow
 def test_verdict_on_a_library_that_allows_a_single_instance() -> None:
     skip_without("stable_retro")
-    verdict = probe(airstriker)
+    verdict = probe("Airstriker-Genesis-v0")
     assert verdict.isolation is SINGLE
     assert "building the second raises RuntimeError: Cannot create multiple" in verdict.explanation
 

@@ -72,10 +72,6 @@ def segfault() -> None:
     ctypes.string_at(0)
 
 
-def abort() -> None:
-    os.abort()
-
-
 def hang() -> None:
     """Sleep for a minute, longer than any time limit of the tests."""
     time.sleep(60)

@@ -12,13 +12,7 @@ from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from rl_ext_core.errors import (
-    EnvironmentOutputError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    StorageError,
-    WorkerError,
-)
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, StorageError, WorkerError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
 from tests.environments import Counting, FailingOnce, Gated, RandomEnv, ReusedArrayEnv
