@@ -100,10 +100,7 @@ class Tagged(list[int]):
 
 
 def change_one_of_two(value: Any, change: Any) -> tuple[list[Any], list[str], list[str]]:
-    """Change an attribute of one of two environments, and restore it in the other.
-
-    :return: the environments, and what is reported when the state is saved and restored
-    """
+    """Change an attribute of one of two environments, restore it in the other, and return what each step reports."""
 
     class Changing(Lasting):
         def __init__(self) -> None:

@@ -56,7 +56,7 @@ def report_as_text(report: DoctorReport, width: int = 120) -> str:
 
 
 class FakeNvml(ModuleType):
-    """Fake of the module pynvml on a machine with these GPUs.
+    """Fake of the module pynvml.
 
     :param fails: error class and text by name of the function that fails
     :param processes: processes on the first GPU: name by process ID; None if NVML does not report the name

@@ -67,10 +67,8 @@ Refused = tuple[Inventory, dict[str, str], dict[str, Any], type[RlExtError], str
 def expect_gpu(
     gpu: int, ordinal: int, there: Inventory, environ: Any = None, *, renders: Any = None, says: str = "", **ask: Any
 ) -> Decided:
-    """Create a case that decides on a GPU.
+    """Create a case that decides on a GPU by its indices in nvidia-smi and torch.
 
-    :param gpu: its nvidia-smi index
-    :param ordinal: its torch index
     :param renders: index of the EGL device, variables, name of the rendering device, or None
     """
     return there, environ or {}, ask, f"cuda:{ordinal}", gpu, renders, says

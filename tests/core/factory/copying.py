@@ -37,12 +37,7 @@ GONE = weakref.proxy(Rewards())  # Its object is deleted.
 
 
 class Line(gym.Env[Any, Any]):
-    """A point on a line that actions push.
-
-    :ivar gain: Set by the constructor.
-    :ivar ticks: Number of steps, never reset.
-    :ivar position: Set by resets and steps.
-    """
+    """A point on a line that actions push. Its number of steps, ``ticks``, is never reset."""
 
     action_space, observation_space = gym.spaces.Discrete(3), WIDE
     drift: ClassVar[float] = 0.0
@@ -92,9 +87,7 @@ gym.register("copies/Line-v0", entry_point="tests.core.factory.copying:Line")
 class Case(NamedTuple):
     """Object that an environment stores, with a change of it and the allowed outcomes.
 
-    :ivar allowed: Allowed outcomes of a copy.
-    :ivar make: Creates the object in the constructor.
-    :ivar read: Reads it in each step, as a number.
+    :ivar read: Reads the object in each step, as a number.
     :ivar change: Changes it after some steps. Called with the environment.
     """
 
@@ -169,11 +162,7 @@ def outcome(
 ) -> str:
     """Copy an environment, and compare the results of the copy in another process.
 
-    :param pool: The other process.
-    :param log: Log of warnings.
-    :param env: The environment.
     :param name: Name that a refusal or warning must contain.
-    :param steps: Number of steps to compare.
     :return: ``"copied"``, ``"refused"`` or ``"warned"``.
     """
     log.clear()

@@ -38,8 +38,6 @@ class Meta(type):
 
 
 class DerivedMeta(Meta):
-    """Metaclass derived from ``Meta``, which adds the argument ``length``."""
-
     def __call__(cls, *args: Any, length: int = 3, **kwargs: Any) -> Any:
         return super().__call__(*args, length=length, **kwargs)
 

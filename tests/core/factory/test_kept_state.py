@@ -18,8 +18,6 @@ from tests.core.factory.copying import NOT_SILENT, Line, Scaled, rollout
 
 
 class Rising(gym.Wrapper[Any, Any, Any, Any]):
-    """Wrapper that raises its level every third episode, and limits episodes to five steps."""
-
     def __init__(self, env: Any) -> None:
         super().__init__(env)
         self.level, self.episodes, self.lengths = 1, 0, [0]

@@ -128,8 +128,6 @@ LIBRARY = ctypes.CDLL(None)
 
 
 class Plant(Line):
-    """Environment that refers to the state of a C library by a number."""
-
     def __init__(self) -> None:
         super().__init__()
         self.handle = LIBRARY.dup(1)

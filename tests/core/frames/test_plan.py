@@ -109,8 +109,6 @@ def test_plan_range_contains_the_true_cost() -> None:
 
 
 class BrokenEnv(Film):
-    """Environment that raises in a step, returns a wrong shape, or has a Dict space."""
-
     def __init__(self, how: str) -> None:
         self.how = how
         if how == "dict":

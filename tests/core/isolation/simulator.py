@@ -20,11 +20,6 @@ Step = tuple[Any, float, bool, bool, dict[str, Any]]
 
 
 class Simulator(gymnasium.Env[np.ndarray, np.ndarray]):
-    """Environment of the toy simulator.
-
-    :param library: Path of the compiled variant.
-    """
-
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
     action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float64)
 
@@ -84,8 +79,6 @@ class DrawsFromNumPy(Plain):
 
 
 class DrawsWhenBuilt(Plain):
-    """Environment whose constructor draws from global generators, including torch's."""
-
     def __init__(self) -> None:
         import torch
 
@@ -150,8 +143,6 @@ class Masked(Plain):
 
 
 class MaskedByMethod(Masked):
-    """Environment that returns the shared mask by ``action_masks()``, as sb3-contrib expects."""
-
     def action_masks(self) -> np.ndarray:
         return self._mask
 
@@ -182,11 +173,7 @@ class ReadsAFile(Plain):
 
 
 class Messy(Plain):
-    """Environment that prints, writes files, and leaves a thread and a process.
-
-    :param notes: File that receives the ids of the processes.
-    :param hangs: Whether the constructor hangs. Otherwise the child process starts its own session.
-    """
+    """Environment that prints, writes files, leaves a thread and a process, and may hang."""
 
     def __init__(self, notes: str, hangs: bool = False) -> None:
         super().__init__()
@@ -229,10 +216,7 @@ def make_declared_single() -> SaysSingle:
 
 
 class HoldsFmu(Plain):
-    """Environment that stores FMPy's description of an FMU.
-
-    :param flag: Value of ``canBeInstantiatedOnlyOncePerProcess`` in the description.
-    """
+    """Environment that stores FMPy's description of an FMU."""
 
     def __init__(self, flag: str) -> None:
         import fmpy
@@ -255,8 +239,6 @@ FMU_DESCRIPTION = """<fmiModelDescription fmiVersion="2.0" modelName="decay" gui
 
 
 class BadClose(Plain):
-    """Environment that raises when it is closed, always or while others are open."""
-
     alive: ClassVar[int] = 0
 
     def __init__(self, others: int) -> None:

@@ -58,8 +58,6 @@ MAIN_IMPORT_FAILED = r"WorkerError: worker \d of 3 {}.* while it imported the ma
 
 
 class Program:
-    """Scripts that run in a folder, each in a session of its own."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.running: list[subprocess.Popen[str]] = []

@@ -38,8 +38,6 @@ class HostileError(Exception):
 
 
 class Unloadable:
-    """Argument of a worker that cannot be unpickled there."""
-
     def __reduce__(self) -> Any:
         return raise_runtime_error, ()
 

@@ -53,7 +53,6 @@ def compile_into(folder: Path, compiler: str) -> None:
 
 
 def join_numbers(values: Sequence[Any] | None) -> str | None:
-    """Return numbers as text separated by commas, or None for None."""
     return None if values is None else ",".join(map(str, values))
 
 
@@ -73,11 +72,9 @@ class Drivers:
     folder: Path
 
     def run(self, command: Sequence[str | Path], settings: Mapping[str, str], *, without: Sequence[str] = ()) -> str:
-        """Run a program on the fake machine, without this process's own variables.
+        """Run a program on the fake machine, without this process's own variables, and return its output.
 
-        :param settings: variables of the machine
         :param without: source files of the libraries that cannot be loaded on the machine
-        :return: its standard output
         """
         environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
         environ["LD_LIBRARY_PATH"] = str(self._folder_without(without))
