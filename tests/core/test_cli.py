@@ -1,5 +1,3 @@
-"""The command line: exit statuses, one line for wrong usage, and never a traceback."""
-
 from __future__ import annotations
 
 import json
@@ -38,7 +36,6 @@ def install_machine(monkeypatch: pytest.MonkeyPatch) -> Put:
 
 
 def read_stdout(out: Out) -> str:
-    """Return the output, and assert that stderr is empty."""
     printed = out.readouterr()
     assert printed.err == ""
     return printed.out

@@ -1,5 +1,3 @@
-"""Datasets of episodes are read and written without changing a value, or refused."""
-
 from __future__ import annotations
 
 import itertools
@@ -37,7 +35,6 @@ ACTIONS = spaces.Discrete(4)
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return Minari's folder of datasets, which is temporary."""
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "root"))
     return tmp_path / "root"
 

@@ -1,5 +1,3 @@
-"""Logs of episodes, in workers and in this process: each episode can be repeated from its log."""
-
 from __future__ import annotations
 
 import functools
@@ -48,7 +46,6 @@ def make_env() -> Any:
 
 
 def make_failing_env(how: str = "raise") -> Any:
-    """Build an environment that fails in its fifth step and later ones."""
     return Adjustable(Failing("step", how, after=4))
 
 

@@ -1,5 +1,3 @@
-"""The project's exceptions: base classes, and the command for a missing package."""
-
 from __future__ import annotations
 
 import pickle

@@ -1,5 +1,3 @@
-"""Signal handlers are deferred until a decorated call has finished."""
-
 from __future__ import annotations
 
 import signal
@@ -27,8 +25,6 @@ def restored_handlers() -> Iterator[None]:
 
 
 class _Counter:
-    """Two counters, which differ if a call was interrupted halfway."""
-
     def __init__(self) -> None:
         self.first = self.second = 0
 

@@ -1,5 +1,3 @@
-"""State of wrappers and environments that lasts over episodes."""
-
 from __future__ import annotations
 
 import collections
@@ -21,22 +19,16 @@ from rl_ext_core.recording.layers import layer_states, restore_layers, unsaved_a
 
 
 class Helper:
-    """Object that a level is shared with."""
-
     def __init__(self, level: Any) -> None:
         self.level = level
 
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """Object that others may share."""
-
     level: int
 
 
 class Stage(enum.Enum):
-    """Stages of a curriculum."""
-
     EASY, HARD = 1, 2
 
 
@@ -108,10 +100,7 @@ class Tagged(list[int]):
 
 
 def change_one_of_two(value: Any, change: Any) -> tuple[list[Any], list[str], list[str]]:
-    """Change an attribute of one of two environments, and restore it in the other.
-
-    :return: the environments, and what is reported when the state is saved and restored
-    """
+    """Change an attribute of one of two environments, restore it in the other, and return what each step reports."""
 
     class Changing(Lasting):
         def __init__(self) -> None:

@@ -1,5 +1,3 @@
-"""``rl-ext plan``, and names of environments on the command line, which all commands read in the same way."""
-
 from __future__ import annotations
 
 import json
@@ -16,56 +14,38 @@ SHAPE = ("plan", "--shape", "100,100,9", "--size", "1000000")
 
 MODULE = """
 import os
-
 import gymnasium
-import numpy as np
+from tests.environments import RandomEnv
 
+class Pixels(RandomEnv):
+    def __init__(self):
+        super().__init__(gymnasium.spaces.Box(0, 255, (12, 12), "u1"), infos=False)
 
-class Pixels(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(0, 255, (12, 12), np.uint8)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self._at = int(self.np_random.integers(12))
-        return self._observe(), {}
-
-    def step(self, action):
-        self._at += 1 + int(action)
-        return self._observe(), 0.0, self._at > 20, False, {}
-
-    def _observe(self):
+    def reset(self, **options):
         import my_module_nearby
 
-        image = np.zeros((12, 12), np.uint8)
-        image[self._at % 12] = my_module_nearby.COLOR
-        return image
+        return super().reset(**options)
 
     @classmethod
     def make(cls):
         return cls()
 
-
 class Suite:
     class Inner:
         build = Pixels.make
 
-
 class Loud(Pixels):
-    def reset(self, seed=None, options=None):
+    def reset(self, **options):
         print("it starts", flush=True)
         os.write(1, b"it says in C")
-        return super().reset(seed=seed)
-
+        return super().reset(**options)
 
 class Quits(Pixels):
     def step(self, action):
         raise SystemExit(0)
 
-
 def gives_a_class():
     return Loud
-
 
 gymnasium.register("MyPixels-v0", Pixels, disable_env_checker=True)
 number = 3
@@ -74,12 +54,11 @@ number = 3
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write a module that defines environments, and return its name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "my_environments.py").write_text(MODULE)
-    (tmp_path / "my_module_nearby.py").write_text("COLOR = 9\n")
+    (tmp_path / "my_module_nearby.py").touch()
     (tmp_path / "my_broken_module.py").write_text("raise ValueError('one\\ntwo')")
     return "my_environments"
 

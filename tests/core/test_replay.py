@@ -1,5 +1,3 @@
-"""``rl-ext replay``: crashes at recorded steps, actions as arrays, and no changed files."""
-
 from __future__ import annotations
 
 import functools
@@ -8,6 +6,7 @@ import re
 import sys
 import threading
 import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ from rl_ext_core.recording.capsule import RecordedFailure, read_capsule, record_
 from rl_ext_core.vector import replay
 from tests import programs
 
-MODULE = '''
-"""Environments that fail."""
-
+MODULE = """
 import ctypes
 import os
 import random
@@ -35,9 +32,7 @@ import time
 import gymnasium
 import numpy as np
 
-
 def fail(kind):
-    """Fail in one of the ways that a capsule records."""
     if kind == "exception":
         raise ArithmeticError("the solver diverges")
     if kind == "segfault":
@@ -53,10 +48,7 @@ def fail(kind):
         return np.zeros(2, np.float32), 0.0, False, False, None
     return np.zeros(5, np.float32), 0.0, False, False, {}
 
-
 class Walk(gymnasium.Env):
-    """Walk that fails once its actions have moved it far enough from a random place."""
-
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(3)
 
@@ -77,22 +69,15 @@ class Walk(gymnasium.Env):
             return fail(self.kind)
         return self.observe(), 0.0, False, False, {}
 
-
 class Drift(Walk):
-    """Walk that is not deterministic."""
-
     def step(self, action):
         self.place += random.SystemRandom().random() / 9
         return super().step(action)
 
-
 def fail_early():
     return Walk("exception", limit=3.0)
 
-
 class FailAt(gymnasium.Wrapper):
-    """Wrapper that fails at a step of the episode."""
-
     def __init__(self, env, kind, at):
         super().__init__(env)
         self.kind, self.at = kind, at
@@ -105,11 +90,9 @@ class FailAt(gymnasium.Wrapper):
         self.n_steps += 1
         return fail(self.kind) if self.kind and self.n_steps == self.at else self.env.step(action)
 
-
 def build(name, kind, at, **kwargs):
-    """Build an environment of gymnasium that fails at a step."""
     return FailAt(gymnasium.make(name, **kwargs), kind, at)
-'''
+"""
 KINDS = {
     "exception": RecordedFailure("exception", "it raised", "step", 1, exception="ArithmeticError"),
     "segfault": RecordedFailure("signal", "it was killed", "step", -11),
@@ -124,7 +107,6 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signa
 
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Write a module with environments that fail, and import it."""
     (tmp_path / "failing_envs.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -133,6 +115,18 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     yield failing_envs
     sys.modules.pop("failing_envs", None)
+
+
+@pytest.fixture
+def replay_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs ``rl-ext replay``, and returns its status and what it prints to both streams."""
+    return lambda *arguments: (main(["replay", *map(str, arguments)]), *capsys.readouterr())
+
+
+@pytest.fixture
+def capsule(failing: Any, tmp_path: Path) -> Path:
+    """Return the capsule of a ``Walk`` that raised."""
+    return record(failing.Walk, tmp_path / "crashes", "exception", has_left)
 
 
 def record(make: Any, folder: Path, kind: str, crashes: Any, *, seed: int | None = None, **options: Any) -> Path:
@@ -173,27 +167,12 @@ def has_left(env: Any, n_steps: int) -> bool:
     ],
 )
 @pytest.mark.sample(quick=4)
-def test_crash_is_reproduced(
-    kind: str, text: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_crash_is_reproduced(kind: str, text: str, failing: Any, tmp_path: Path, replay_command: Any) -> None:
     path = record(failing.Walk, tmp_path / "crashes", kind, has_left, step_timeout=0.6)
-    step = read_capsule(path).step
-    assert main(["replay", str(path), "--yes"]) == 0
-    printed = capsys.readouterr().out
-    assert f"reproduced at step {step}: {text}" in printed
+    status, printed, _ = replay_command(path, "--yes")
+    assert status == 0
+    assert f"reproduced at step {read_capsule(path).step}: {text}" in printed
     assert "executes the pickled code of the factory" in printed
-
-
-# Importing Box2D under warnings as errors kills the process.
-@pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
-@posix
-@pytest.mark.parametrize("name", ["LunarLander-v3", "HalfCheetah-v5"])
-@pytest.mark.sample(quick=1)
-def test_crashes_in_simulators(name: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make = functools.partial(failing.build, name, at=5)
-    path = record(make, tmp_path / "crashes", "segfault", lambda env, n_steps: n_steps == 5)
-    assert main(["replay", str(path), "--yes"]) == 0
-    assert "reproduced at step 5" in capsys.readouterr().out
 
 
 # Statements of an environment that change files: in its constructor, and in a step that writes a line each.
@@ -239,10 +218,8 @@ from gymnasium.wrappers import RecordVideo
 from stable_baselines3.common.monitor import Monitor
 {top}
 
-
 def video():
     return RecordVideo(gymnasium.make("CartPole-v1", render_mode="rgb_array"), "folder", episode_trigger=lambda n: True)
-
 
 class Writer(Walk):
     def __init__(self):
@@ -255,37 +232,34 @@ class Writer(Walk):
 """
 
 
-def replay_writer(
-    failing: Any, folder: Path, capsys: Any, *, top: str = "", start: str = "pass", step: str = "pass"
-) -> tuple[int, str]:
-    """Replay an episode with an environment that writes files; return the status and what was printed.
-
-    Files must not change.
-    """
-    path = record(failing.Walk, folder / "crashes", "exception", has_left)
-    (folder / "writers.py").write_text(WRITER.format(top=top, start=start, step=step))
+@pytest.fixture
+def replay_writer(capsule: Path, tmp_path: Path, replay_command: Any) -> Callable[..., tuple[int, str]]:
+    """Return a function that replays with an environment that writes files, and asserts that none changes."""
     for name in ("log.txt", "log.monitor.csv", "folder/rl-video-episode-0.mp4", "archive.npz"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("written by the run\n")
-    (folder / "empty.lock").touch()
-    np.save(folder / "array.npy", np.arange(3))
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("written by the run\n")
+    (tmp_path / "empty.lock").touch()
+    np.save(tmp_path / "array.npy", np.arange(3))
 
     def read_files() -> dict[str, Any]:
-        """Return the mode and content of all files, and None for folders."""
-        paths = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
+        paths = [path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts]
         return {str(path): (path.stat().st_mode, path.read_bytes()) if path.is_file() else None for path in paths}
 
-    before = read_files()
-    status, printed = main(["replay", str(path), "--env", "writers:Writer"]), capsys.readouterr()
-    assert read_files() == before
-    return status, printed.out + printed.err
+    def replay_writer(*, top: str = "", start: str = "pass", step: str = "pass") -> tuple[int, str]:
+        (tmp_path / "writers.py").write_text(WRITER.format(top=top, start=start, step=step))
+        before = read_files()
+        status, out, err = replay_command(capsule, "--env", "writers:Writer")
+        assert read_files() == before
+        return status, out + err
+
+    return replay_writer
 
 
 @pytest.mark.sample(quick=4)
 @pytest.mark.parametrize("kind", WRITERS)
-def test_replay_changes_no_file(kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_changes_no_file(kind: str, replay_writer: Any) -> None:
     start, step = WRITERS[kind]
-    status, printed = replay_writer(failing, tmp_path, capsys, start=start, step=step)
+    status, printed = replay_writer(start=start, step=step)
     assert "reproduced at step" in printed, printed
     assert status == 0
 
@@ -293,20 +267,16 @@ def test_replay_changes_no_file(kind: str, failing: Any, tmp_path: Path, capsys:
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("place", ["start", "step"])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_replay_refuses_other_changes_of_files_in_one_sentence(
-    kind: str, place: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, printed = replay_writer(failing, tmp_path, capsys, **{place: REFUSED[kind]})
+def test_replay_refuses_other_changes_of_files_in_one_sentence(kind: str, place: str, replay_writer: Any) -> None:
+    status, printed = replay_writer(**{place: REFUSED[kind]})
     assert status == 1, printed
     (line,) = (line for line in printed.splitlines() if "must not change the file" in line)
     beginning = {"start": "rl-ext replay: ", "step": "crashed elsewhere: step 1, "}[place]
     assert line.startswith(f"{beginning}a temporary process must not change the file '"), printed
 
 
-def test_replay_refuses_changes_of_files_by_an_import(
-    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, printed = replay_writer(failing, tmp_path, capsys, top="shutil.rmtree('folder')")
+def test_replay_refuses_changes_of_files_by_an_import(replay_writer: Any) -> None:
+    status, printed = replay_writer(top="shutil.rmtree('folder')")
     assert status != 0
     assert "must not change the file" in printed
 
@@ -330,24 +300,6 @@ def test_lines_of_the_guide_repeat_a_crash(seed: int | None, failing: Any, tmp_p
     assert repeated.steps == log.steps == 7
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("episode.txt", "Use --actions episode.npz"),
-        ("taken.npz", "Use --actions taken-2.npz"),
-        ("no/a.npz", "existing"),
-    ],
-)
-def test_unsuitable_files_for_actions_are_refused(
-    name: str, expected: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
-    (tmp_path / "taken.npz").write_text("taken")
-    assert main(["replay", str(path), "--yes", "--actions", name]) == 2
-    assert expected in capsys.readouterr().err
-    assert (tmp_path / "taken.npz").read_text() == "taken"
-
-
 def test_failure_of_another_function_is_another_failure() -> None:
     def failure(kind: str, name: str, message: str) -> RecordedFailure:
         traceback = (
@@ -366,22 +318,27 @@ def test_failure_of_another_function_is_another_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "expected"),
+    ("arguments", "expected"),
     [
-        ("no_such_module:make", "no_such_module"),
-        ("CartPole-v1", "expected the same wrappers and spaces. Use --env module:function"),
-        ("failing_envs:Walk", "Walk, is not built like the recorded one (0 instead of 4 wrappers); expected the same"),
+        ("--yes --actions episode.txt", "Use --actions episode.npz"),
+        ("--yes --actions taken.npz", "Use --actions taken-2.npz"),
+        ("--yes --actions no/a.npz", "existing"),
+        ("--env no_such_module:make", "no_such_module"),
+        ("--env CartPole-v1", "expected the same wrappers and spaces. Use --env module:function"),
+        ("--env failing_envs:Walk", "Walk, is not built like the recorded one (0 instead of 4 wrappers); expected the"),
     ],
 )
-def test_environment_of_another_kind_is_a_wrong_argument(
-    source: str, expected: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_wrong_arguments_are_refused(
+    arguments: str, expected: str, failing: Any, tmp_path: Path, replay_command: Any
 ) -> None:
     build = functools.partial(failing.build, "Pendulum-v1", at=4)
     path = record(build, tmp_path / "crashes", "exception", lambda env, n_steps: n_steps == 4)
-    assert main(["replay", str(path), "--env", source]) == 2
-    printed = capsys.readouterr().err
+    (tmp_path / "taken.npz").write_text("taken")
+    status, _, printed = replay_command(path, *arguments.split())
+    assert status == 2
     assert expected in printed
     assert "Traceback" not in printed
+    assert (tmp_path / "taken.npz").read_text() == "taken"
 
 
 @pytest.mark.parametrize(
@@ -392,41 +349,40 @@ def test_environment_of_another_kind_is_a_wrong_argument(
         ("failing_envs:fail_early", "crashed elsewhere: step "),
     ],
 )
-def test_crash_that_is_not_reproduced(
-    source: str, expected: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
-    assert main(["replay", str(path), "--env", source]) == 1
-    assert expected in capsys.readouterr().out
+def test_crash_that_is_not_reproduced(source: str, expected: str, capsule: Path, replay_command: Any) -> None:
+    status, printed, _ = replay_command(capsule, "--env", source)
+    assert status == 1
+    assert expected in printed
 
 
 def test_code_is_executed_only_with_consent(
-    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsule: Path, replay_command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
     monkeypatch.setattr(replay, "play", lambda *arguments: pytest.fail("the code was executed"))
     monkeypatch.setattr(sys, "stdin", None)
-    assert main(["replay", str(path)]) == 2
-    assert "expected --yes" in capsys.readouterr().err
+    status, _, printed = replay_command(capsule)
+    assert status == 2
+    assert "expected --yes" in printed
 
 
-def test_missing_gymnasium_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gymnasium_is_reported(replay_command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["replay", "crash.rlx"]) == 1
-    assert "a recorded crash needs the package 'gymnasium'" in capsys.readouterr().err
+    status, _, printed = replay_command("crash.rlx")
+    assert status == 1
+    assert "a recorded crash needs the package 'gymnasium'" in printed
 
 
-def test_factory_that_cannot_be_pickled(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
-    log = read_capsule(path).log
-    lock = threading.Lock()
+def test_factory_that_cannot_be_pickled(capsule: Path, tmp_path: Path, replay_command: Any) -> None:
+    log, lock = read_capsule(capsule).log, threading.Lock()
     path = write_capsule(tmp_path / "others", factory=lambda: lock, log=log, failure=KINDS["exception"], environment=0)
     assert read_capsule(path).factory_pickle is None
-    assert main(["replay", str(path), "--yes"]) == 2
-    assert "Use --env module:function" in capsys.readouterr().err
+    status, _, printed = replay_command(path, "--yes")
+    assert status == 2
+    assert "Use --env module:function" in printed
 
 
-def test_class_of_the_script_itself(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("failing")
+def test_class_of_the_script_itself(tmp_path: Path, replay_command: Any) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         f"{MODULE}\n\nif __name__ == '__main__':\n    import functools\n    from tests.core import test_replay\n"
@@ -434,8 +390,9 @@ def test_class_of_the_script_itself(failing: Any, tmp_path: Path, capsys: pytest
     )
     found = programs.run(script.read_text(), "torch", file=script, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
-    assert main(["replay", found.stdout.strip(), "--yes"]) == 0
-    assert "exit code 7" in capsys.readouterr().out
+    status, printed, _ = replay_command(found.stdout.strip(), "--yes")
+    assert status == 0
+    assert "exit code 7" in printed
 
 
 def test_log_of_a_capsule_is_plain_data(failing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,13 +423,18 @@ def test_log_of_a_capsule_is_plain_data(failing: Any, tmp_path: Path, monkeypatc
     assert not (tmp_path / "others").exists()
 
 
+def write_steps(folder: Path, actions: Sequence[Any]) -> Path:
+    """Write the capsule of an episode with these actions."""
+    calls = [("reset", {}), *(("step", action) for action in actions)]
+    log, failure = EpisodeLog({}, [], calls, [None] * len(calls)), RecordedFailure("exception", "")
+    return write_capsule(folder, factory=None, log=log, failure=failure, environment=0)
+
+
 @pytest.mark.parametrize(("kind", "shape"), [(np.float32, ()), (np.array, ()), (np.array, (3,))])
 def test_actions_of_a_capsule_are_read_unchanged(kind: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
     rows = np.random.default_rng(0).random((4, *shape), np.float32)
     actions = [kind(row) for row in rows]
-    log = EpisodeLog({}, [], [("reset", {}), *(("step", action) for action in actions)], [None] * 5)
-    path = write_capsule(tmp_path, factory=None, log=log, failure=RecordedFailure("exception", ""), environment=0)
-    found = [data for name, data in read_capsule(path).log.calls if name == "step"]
+    found = [data for name, data in read_capsule(write_steps(tmp_path, actions)).log.calls if name == "step"]
     assert [type(action) for action in found] == [type(action) for action in actions]
     np.testing.assert_array_equal(found, actions)
     if kind is np.array:  # environments may change an action, which must not change the others
@@ -481,9 +443,7 @@ def test_actions_of_a_capsule_are_read_unchanged(kind: Any, shape: tuple[int, ..
 
 
 def test_capsule_with_damaged_bytes(tmp_path: Path) -> None:
-    actions = np.random.default_rng(0).random((50, 64), np.float32)
-    log = EpisodeLog({}, [], [("reset", {}), *(("step", action) for action in actions)], [None] * 51)
-    path = write_capsule(tmp_path, factory=None, log=log, failure=RecordedFailure("exception", ""), environment=0)
+    path = write_steps(tmp_path, np.random.default_rng(0).random((50, 64), np.float32))
     data = path.read_bytes()
     for place in range(data.index(b"log.pickle") + 64, len(data) - 1000, 97):
         path.write_bytes(data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :])

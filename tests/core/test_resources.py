@@ -1,5 +1,3 @@
-"""Detection of CPU cores and memory, from fake files of ``/proc`` and control groups."""
-
 from __future__ import annotations
 
 import errno

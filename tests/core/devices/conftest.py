@@ -1,5 +1,3 @@
-"""Fixture with fake driver libraries, which are compiled once per session."""
-
 from __future__ import annotations
 
 import shutil

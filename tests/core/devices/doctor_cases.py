@@ -56,7 +56,7 @@ def report_as_text(report: DoctorReport, width: int = 120) -> str:
 
 
 class FakeNvml(ModuleType):
-    """Fake of the module pynvml on a machine with these GPUs.
+    """Fake of the module pynvml.
 
     :param fails: error class and text by name of the function that fails
     :param processes: processes on the first GPU: name by process ID; None if NVML does not report the name
@@ -91,7 +91,6 @@ class FakeNvml(ModuleType):
             setattr(self, f"nvml{name}", partial(self._answer_or_raise, f"nvml{name}", answer))
 
     def _answer_or_raise(self, name: str, answer: Any, *args: Any) -> Any:
-        """Return ``answer(*args)``, or raise the error that ``fails`` gives for this function."""
         if name in self.fails:
             kind, text = self.fails[name]
             raise getattr(self, kind)(text)

@@ -34,22 +34,14 @@ def variables(): return [os.environ.get(name) for name in NAMES]
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a process.
-
-    :param answer: the value that the lines assigned to ``answer``; None if they failed
-    :param error: last line of the traceback; empty if the lines did not fail
-    :param stderr: the process's standard error
-    """
-
-    answer: Any
-    error: str
+    answer: Any  # the value that the lines assigned to ``answer``; None if they failed
+    error: str  # last line of the traceback; empty if the lines did not fail
     stderr: str
 
 
 def run(*parts: str, timeout_s: float = 120, python: Path = Path(sys.executable), **variables: str) -> RunResult:
     """Run lines of Python in a new process, with only these variables that select devices.
 
-    :param parts: the lines, in one or several parts
     :param python: interpreter of another virtual environment, in which this project may be missing
     """
     code = "\n".join((_PREAMBLE, *map(dedent, parts), "import json; print(); print(json.dumps(answer))"))

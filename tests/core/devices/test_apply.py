@@ -1,5 +1,3 @@
-"""``Decision.apply``: variables that it sets, conflicts with libraries that have read others, and forked processes."""
-
 from __future__ import annotations
 
 import re

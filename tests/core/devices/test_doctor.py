@@ -1,5 +1,3 @@
-"""``rl-ext doctor``: its report on compute and rendering devices, and tests of real renderers."""
-
 from __future__ import annotations
 
 import json
@@ -78,14 +76,6 @@ def test_lines_to_copy_are_not_wrapped_at_any_width(width: int) -> None:
         printed = [line.rstrip() for line in report_as_text(report, width).splitlines()]
         assert set(lines_to_copy(report)) <= set(printed), case
         assert all("…" not in line for line in printed), case
-
-
-def test_doctor_reads_four_gpus_from_drivers(drivers: build.Drivers) -> None:
-    settings = build.configuration(4, egl_order=[2, 3, 0, 1]) | EGL | {"CUDA_VISIBLE_DEVICES": "1"}
-    report = json.loads(drivers.python("from rl_ext_core.cli import main; main(['doctor', '--json'])", settings))
-    assert [device["uuid"] for device in report["inventory"]["egl"]] == [uuid(n) for n in (2, 3, 0, 1)]
-    (found,) = (entry for entry in report["renderers"] if entry["renderer"].startswith("robosuite"))
-    assert (found["where"], found["egl"], found["uuid"]) == ("gpu", 1, uuid(3))
 
 
 # Variables under which a plain import and a plain context are compared with the prediction.

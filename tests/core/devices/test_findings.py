@@ -1,5 +1,3 @@
-"""``check_environment`` finds every mistake with a line that fixes it, and nothing in a valid environment."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -35,7 +33,6 @@ CPU_TORCH = {"torch": "2.13.0+cpu", "torch.cuda": ""}
 
 
 def shift_indices(devices: tuple[EglDevice, ...], by: int) -> tuple[EglDevice, ...]:
-    """Return EGL devices with ``by`` added to each index."""
     return tuple(dataclasses.replace(device, index=device.index + by) for device in devices)
 
 
@@ -55,7 +52,6 @@ def with_renderers(inventory: Inventory, *renderers: str) -> Inventory:
 
 
 def find_mistakes(environ: Mapping[str, str], inventory: Inventory = FOUR) -> tuple[Finding, ...]:
-    """Return the findings on these variables, on a machine with four GPUs by default."""
     return check_environment(environ, inventory=inventory)
 
 

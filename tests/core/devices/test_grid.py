@@ -1,5 +1,3 @@
-"""Compare the rules with the renderers' own functions, over all EGL orders and masks of four GPUs."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -143,7 +141,6 @@ def test_rule_matches_renderer_over_all_orders_and_masks(renderer: str, select_g
 def selected_gpu(
     rule: renderers.Renderer, environ: Mapping[str, str], view: renderers.EglView, order: Sequence[int]
 ) -> int | None:
-    """Return the GPU that the project's rule selects, or None if the renderer fails."""
     try:
         return order[rule.select_egl_device(environ, view)]
     except renderers.RendererFailsError:

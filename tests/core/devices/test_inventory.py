@@ -1,5 +1,3 @@
-"""``Inventory``: reading a machine without starting CUDA, and failures of drivers."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -13,70 +11,44 @@ import pytest
 
 from rl_ext_core.devices import EglDevice, Gpu, Inventory, inventory
 from tests.core.devices import machines
-from tests.core.devices.doctor_cases import FakeNvml
+from tests.core.devices.doctor_cases import NO_GPU, FakeNvml
 from tests.core.devices.fakes import build
 
 
 def logged_calls(log: Path) -> list[list[str]]:
-    """Return the functions of the fake libraries that were called, each with its process."""
     return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
 
 
-# Inventories from a fake pynvml.
-
-
-def read_fake_nvml(
-    monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Gpu], fails: Any = None
-) -> tuple[Inventory, FakeNvml]:
-    """Read the inventory of a fake pynvml with these GPUs, and return both."""
-    nvml = FakeNvml(gpus, fails)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(inventory, "_cached_inventory", None)
-    return Inventory.current(egl=False), nvml
+FOUR, ONE = machines.gpus(4), machines.gpus(1)
+SHARED_MEMORY = (dataclasses.replace(ONE[0], memory_total=0, memory_free=0),)  # the GPU shares the CPU's memory
+MISMATCH = ("NVMLError", "Driver/library version mismatch")
 
 
 @pytest.mark.parametrize(
-    ("function", "kind", "reason"),
+    ("gpus", "fails", "expected", "reason"),
     [
-        ("nvmlInit", "NVMLError_LibraryNotFound", "no NVIDIA driver is installed (libnvidia-ml.so.1 is not there)"),
-        ("nvmlInit", "NVMLError", "does not answer: Driver/library version mismatch"),
-        ("nvmlDeviceGetCount", "NVMLError", "refused a query: Driver/library version mismatch"),
-    ],
-)
-def test_failing_nvml_gives_empty_inventory_with_reason(
-    function: str, kind: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fails = {function: (kind, "Driver/library version mismatch")}
-    found, nvml = read_fake_nvml(monkeypatch, machines.gpus(4), fails)
-    assert (found.gpus, found.fastest_first) == ((), ())
-    assert reason in str(found.nvml_error)
-    assert nvml.started == 0
-
-
-@pytest.mark.parametrize(
-    ("gpus", "fails", "expected"),
-    [
-        (machines.gpus(4), {}, machines.gpus(4)),
-        ((), {}, ()),
-        (machines.gpus(4, mig={0: ["MIG-a", "MIG-b"]}), {}, machines.gpus(4, mig={0: ["MIG-a", "MIG-b"]})),
-        *(
-            (machines.gpus(1, mig={0: ["MIG-a"]}), {function: ("NVMLError", "")}, machines.gpus(1))
-            for function in ("nvmlDeviceGetMigMode", "nvmlDeviceGetMaxMigDeviceCount")
-        ),
-        (machines.gpus(2), {"nvmlShutdown": ("NVMLError", "")}, machines.gpus(2)),
-        (
-            machines.gpus(1),
-            {"nvmlDeviceGetMemoryInfo": ("NVMLError_NotSupported", "")},  # the GPU shares the CPU's memory
-            (dataclasses.replace(machines.gpus(1)[0], memory_total=0, memory_free=0),),
-        ),
+        (FOUR, {}, FOUR, None),
+        ((), {}, (), None),
+        (machines.gpus(4, mig={0: ["MIG-a", "MIG-b"]}), {}, machines.gpus(4, mig={0: ["MIG-a", "MIG-b"]}), None),
+        (machines.gpus(1, mig={0: ["MIG-a"]}), {"nvmlDeviceGetMigMode": MISMATCH}, ONE, None),
+        (machines.gpus(1, mig={0: ["MIG-a"]}), {"nvmlDeviceGetMaxMigDeviceCount": MISMATCH}, ONE, None),
+        (FOUR, {"nvmlShutdown": MISMATCH}, FOUR, None),
+        (ONE, {"nvmlDeviceGetMemoryInfo": ("NVMLError_NotSupported", "")}, SHARED_MEMORY, None),
+        (FOUR, {"nvmlInit": ("NVMLError_LibraryNotFound", "")}, (), NO_GPU),
+        (FOUR, {"nvmlInit": MISMATCH}, (), "does not answer: Driver/library version mismatch"),
+        (FOUR, {"nvmlDeviceGetCount": MISMATCH}, (), "refused a query: Driver/library version mismatch"),
     ],
 )
 def test_gpus_are_read_from_nvml(
-    gpus: Sequence[Gpu], fails: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+    gpus: Sequence[Gpu], fails: Any, expected: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, nvml = read_fake_nvml(monkeypatch, gpus, fails)
-    assert (found.gpus, found.nvml_error) == (expected, None)
-    assert found.fastest_first == tuple(gpu.uuid for gpu in gpus)
+    nvml = FakeNvml(gpus, fails)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(inventory, "_cached_inventory", None)
+    found = Inventory.current(egl=False)
+    assert found.gpus == expected
+    assert found.fastest_first == tuple(gpu.uuid for gpu in expected)
+    assert found.nvml_error is None if reason is None else reason in str(found.nvml_error)
     assert nvml.started == (1 if "nvmlShutdown" in fails else 0)
 
 
@@ -86,12 +58,7 @@ def test_gpus_are_read_from_nvml(
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize(
     ("order", "software"),
-    [
-        ((2, 3, 0, 1), True),
-        ((3, 1), True),
-        ((7, 0, 6, 1, 5, 2, 4, 3), True),
-        ((2, 3, 0, 1), False),
-    ],
+    [((2, 3, 0, 1), True), ((3, 1), True), ((7, 0, 6, 1, 5, 2, 4, 3), True), ((2, 3, 0, 1), False)],
 )
 def test_inventory_matches_drivers(order: tuple[int, ...], software: bool, drivers: build.Drivers) -> None:
     count = max(4, len(order))
@@ -117,11 +84,10 @@ _probe.run_probe = lambda question: _probe._answer_egl()
 @pytest.mark.parametrize("lacks", [("uuid",), ("uuid", "drm"), ("drm",), ("cuda",), ("uuid", "cuda")])
 def test_gpu_of_egl_device_is_found_by_any_property(lacks: tuple[str, ...], drivers: build.Drivers) -> None:
     """The properties are the UUID, the PCI address of the node, and the CUDA ordinal in PCI order."""
-    code = WITH_NODES + build.INVENTORY if {"uuid", "cuda"} <= {*lacks} else build.INVENTORY
     settings = build.configuration(fastest_first=(3, 1, 0, 2), egl_order=(3, 0, 2, 1, -1), egl_lacks=lacks)
     # The mask and the order of this process must not matter.
     masked = {**settings, "CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
-    found = drivers.unpickle(code, masked)
+    found = drivers.inventory(masked, setup=WITH_NODES if {"uuid", "cuda"} <= {*lacks} else "")
     assert found.egl == tuple(
         dataclasses.replace(
             device, drm=None if "drm" in lacks else device.drm, cuda=device.cuda and "cuda" not in lacks
@@ -135,7 +101,7 @@ def test_gpu_of_egl_device_is_found_by_any_property(lacks: tuple[str, ...], driv
     ("order", "index"), [((2, 0, 1, 3, 100, 101, 102, 103, -1), 1), ((100, 101, 102, 103, -1, 2, 0, 1, 3), 6)]
 )
 def test_egl_device_of_gpu_belongs_to_its_own_driver(order: Sequence[int], index: int, drivers: build.Drivers) -> None:
-    found = drivers.unpickle(WITH_NODES + build.INVENTORY, build.configuration(egl_order=order))
+    found = drivers.inventory(build.configuration(egl_order=order), setup=WITH_NODES)
     both = [device.index for device in found.egl or () if device.uuid == machines.uuid(0)]
     assert both == sorted([order.index(0), order.index(100)])
     device = found.egl_of(machines.uuid(0))
@@ -160,7 +126,7 @@ def test_failures_of_egl_are_reported_in_inventory(
     settings: dict[str, Any], without: tuple[str, ...], error: str | None, drivers: build.Drivers
 ) -> None:
     limit = "from rl_ext_core.devices import _probe; _probe._TIMEOUT_S = 3; " if "hang" in settings.values() else ""
-    found = drivers.unpickle(limit + build.INVENTORY, build.configuration(**settings), without=without)
+    found = drivers.inventory(build.configuration(**settings), setup=limit, without=without)
     assert len(found.gpus) == (0 if "nvml.c" in without else settings.get("gpus", 4))
     if error:
         assert found.egl == ()

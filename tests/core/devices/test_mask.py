@@ -1,5 +1,3 @@
-"""``CUDA_VISIBLE_DEVICES`` is read as torch reads it, and no value of it raises an error."""
-
 from __future__ import annotations
 
 import os
@@ -17,11 +15,7 @@ FASTEST_FIRST = (5, 2, 7, 0, 1, 6, 3, 4)
 
 
 def shown_by_torch(mask: str | None, by_pci: tuple[str, ...], in_order: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the GPUs that torch's parser shows, limited to the existing GPUs, as torch does.
-
-    :param by_pci: UUIDs in NVML's order
-    :param in_order: UUIDs in the order that indices refer to
-    """
+    """Return which of the UUIDs, in NVML's order and in the order of indices, torch's parser shows."""
     with mock.patch.dict("os.environ", {} if mask is None else {cuda.MASK: mask}, clear=mask is None):
         entries = torch.cuda._parse_visible_devices()
     if entries and isinstance(entries[0], str):

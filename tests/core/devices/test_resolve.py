@@ -1,5 +1,3 @@
-"""``resolve``: tables of users' environments with the expected decision, or the expected error and its fix."""
-
 from __future__ import annotations
 
 import contextlib
@@ -69,24 +67,20 @@ Refused = tuple[Inventory, dict[str, str], dict[str, Any], type[RlExtError], str
 def expect_gpu(
     gpu: int, ordinal: int, there: Inventory, environ: Any = None, *, renders: Any = None, says: str = "", **ask: Any
 ) -> Decided:
-    """Create a case that decides on a GPU.
+    """Create a case that decides on a GPU by its indices in nvidia-smi and torch.
 
-    :param gpu: its nvidia-smi index
-    :param ordinal: its torch index
     :param renders: index of the EGL device, variables, name of the rendering device, or None
     """
     return there, environ or {}, ask, f"cuda:{ordinal}", gpu, renders, says
 
 
 def expect_cpu(there: Inventory, environ: Any = None, *, renders: Any = None, says: str = "", **ask: Any) -> Decided:
-    """Create a case that decides on the CPU."""
     return there, environ or {}, ask, "cpu", None, renders, says
 
 
 def expect_error(
     error: type[RlExtError], says: str, fix: str, there: Inventory, environ: Any = None, **ask: Any
 ) -> Refused:
-    """Create a case in which ``resolve`` raises an error with these texts."""
     return there, environ or {}, ask, error, says, fix
 
 
@@ -267,12 +261,10 @@ REFUSED: list[Refused] = [
 
 @pytest.fixture(autouse=True)
 def clear_logged_sentences() -> None:
-    """Empty the set of sentences that are logged only once per process."""
     decide._log_once.cache_clear()
 
 
 def resolve(device: Any = "auto", *, inventory: Inventory = FOUR, environ: Any = None, **options: Any) -> Decision:
-    """Call ``devices.resolve``, by default with four GPUs and no environment variables."""
     return devices.resolve(device, inventory=inventory, environ=environ or {}, **options)
 
 

@@ -1,5 +1,3 @@
-"""``rl-ext run``: the plan for a program, the program that it starts, and ``rl-ext doctor --pid``."""
-
 from __future__ import annotations
 
 import json
@@ -19,7 +17,6 @@ from rl_ext_core.devices import verify as verify_module
 from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, RlExtError
 from tests.core.devices import run_code
 from tests.core.devices.doctor_cases import FakeNvml
-from tests.core.devices.fakes import build
 from tests.core.devices.machines import gpus, machine, run_shell_line, uuid
 
 MASK, INDEX, RANK, TASK = "CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID", "LOCAL_RANK", "SLURM_LOCALID"
@@ -93,7 +90,6 @@ SHOW = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() i
 
 
 def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run ``rl-ext run`` in a new process."""
     command = [sys.executable, "-m", "rl_ext_core", "run", *arguments]
     environ = {**run_code.environment(**variables), "PYTHONPATH": str(run_code.ROOT / "shared")}
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
@@ -107,9 +103,8 @@ def test_program_gets_variables_arguments_status_and_signals() -> None:
     assert done.stderr.count("\n") == 1
     code = "import os, signal; signal.signal(signal.SIGPIPE, signal.SIG_DFL); os.kill(os.getpid(), 11)"
     assert start("--render", "none", sys.executable, "-c", code).returncode == -11
-    handler = "import signal; print(signal.getsignal(signal.SIGXFSZ))"
     shell = start("--render", "none", "--", "sh", "-c", "grep SigIgn /proc/self/status")
-    assert int(shell.stdout.split()[1], 16) & 1 << 12 == 0, handler  # SIGPIPE is not ignored
+    assert int(shell.stdout.split()[1], 16) & 1 << 12 == 0  # SIGPIPE is not ignored
 
 
 @pytest.mark.parametrize(
@@ -144,22 +139,14 @@ def test_verify_renders_before_the_program_starts(renderer: str) -> None:
     assert (failing.stdout == "") == (failing.returncode == 1)
 
 
-def test_dry_run_prints_lines_for_a_shell(drivers: build.Drivers) -> None:
-    settings = build.configuration(4, egl_order=[2, 3, 0, 1, -1])
-    command = [sys.executable, "-m", "rl_ext_core", "run", "--gpu", "nvidia-smi:1", "--renderer", "robosuite"]
-    # torch in this environment is built without CUDA; another interpreter may not have it at all
-    code = (
-        "import sys; from rl_ext_core.devices import _probe, inventory; from rl_ext_core.cli import main;"
-        "inventory.installed_versions = lambda: {'mujoco': '3.9.0', 'robosuite': '1.5.1'};"
-        f"sys.exit(main({[*command[3:], '--dry-run']!r}))"
-    )
-    printed = drivers.run([sys.executable, "-c", code], settings)
-    assert printed.splitlines() == [
-        f"export {MASK}=1,-1,3",
-        "export MUJOCO_GL=egl",
-        "export PYOPENGL_PLATFORM=egl",
-        f"export {INDEX}=3",
-    ]
+def test_dry_run_prints_lines_for_a_shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in set(os.environ) - set(run_code.environment()):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(Inventory, "current", lambda **_: FOUR)
+    assert main(["run", "--gpu", "nvidia-smi:1", "--renderer", "robosuite", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    names = ("MUJOCO_GL=egl", "PYOPENGL_PLATFORM=egl", f"{INDEX}=3")
+    assert printed.splitlines() == [f"export {text}" for text in (f"{MASK}=1,-1,3", *names)]
     shell = subprocess.run(["sh", "-c", f"{printed}\necho ${MASK}"], capture_output=True, text=True, check=True)
     assert shell.stdout == "1,-1,3\n"
 

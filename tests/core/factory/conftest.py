@@ -1,5 +1,3 @@
-"""Fixtures that copy environments and compare the copies in another process."""
-
 from __future__ import annotations
 
 import functools

@@ -29,8 +29,6 @@ WIDE = gym.spaces.Box(-np.inf, np.inf, (7,), np.float64)
 
 @dataclasses.dataclass
 class Rewards:
-    """Parameters of the rewards, stored as an attribute of an environment."""
-
     bonus: float = 1.0
     penalty: float = 0.25
 
@@ -39,12 +37,7 @@ GONE = weakref.proxy(Rewards())  # Its object is deleted.
 
 
 class Line(gym.Env[Any, Any]):
-    """A point on a line that actions push.
-
-    :ivar gain: Set by the constructor.
-    :ivar ticks: Number of steps, never reset.
-    :ivar position: Set by resets and steps.
-    """
+    """A point on a line that actions push. Its number of steps, ``ticks``, is never reset."""
 
     action_space, observation_space = gym.spaces.Discrete(3), WIDE
     drift: ClassVar[float] = 0.0
@@ -60,7 +53,6 @@ class Line(gym.Env[Any, Any]):
         return self._observation(), {}
 
     def push(self, action: Any) -> float:
-        """Return how far an action moves the point."""
         return self.gain * (int(action) - 1)
 
     def step(self, action: Any) -> Any:
@@ -73,7 +65,6 @@ class Line(gym.Env[Any, Any]):
         return GONE
 
     def _observation(self) -> Any:
-        """Return all settings and the position as an array."""
         numbers = [self.position, self.gain, self.ticks, self.left, self.rewards.bonus, self.rewards.penalty]
         return np.array([*numbers, float(self.weights.sum())])
 
@@ -96,9 +87,7 @@ gym.register("copies/Line-v0", entry_point="tests.core.factory.copying:Line")
 class Case(NamedTuple):
     """Object that an environment stores, with a change of it and the allowed outcomes.
 
-    :ivar allowed: Allowed outcomes of a copy.
-    :ivar make: Creates the object in the constructor.
-    :ivar read: Reads it in each step, as a number.
+    :ivar read: Reads the object in each step, as a number.
     :ivar change: Changes it after some steps. Called with the environment.
     """
 
@@ -165,7 +154,6 @@ def try_rollout(env: Any, steps: int = 12) -> list[Any]:
 
 
 def rollout_of_pickle(packed: bytes, steps: int) -> list[Any]:
-    """Unpickle a factory, build its environment, and return the results of :func:`try_rollout`."""
     return try_rollout(cloudpickle.loads(packed)(), steps)
 
 
@@ -174,11 +162,7 @@ def outcome(
 ) -> str:
     """Copy an environment, and compare the results of the copy in another process.
 
-    :param pool: The other process.
-    :param log: Log of warnings.
-    :param env: The environment.
     :param name: Name that a refusal or warning must contain.
-    :param steps: Number of steps to compare.
     :return: ``"copied"``, ``"refused"`` or ``"warned"``.
     """
     log.clear()

@@ -1,5 +1,3 @@
-"""Records of constructor calls, and the environments that are constructed again from them."""
-
 from __future__ import annotations
 
 import copy
@@ -21,15 +19,11 @@ from tests.core.factory.copying import Line, Scaled, try_rollout
 
 
 class Own(Line):
-    """Environment whose own ``__new__`` does not pass on the arguments."""
-
     def __new__(cls, gain: float, *args: Any) -> Any:
         return super().__new__(cls)
 
 
 class CapturedOwn(Own):
-    """Captured environment whose own ``__new__`` passes on the first argument."""
-
     def __new__(cls, gain: float, *args: Any) -> Any:
         return super().__new__(cls, gain)
 
@@ -44,8 +38,6 @@ class Meta(type):
 
 
 class DerivedMeta(Meta):
-    """Metaclass derived from ``Meta``, which adds the argument ``length``."""
-
     def __call__(cls, *args: Any, length: int = 3, **kwargs: Any) -> Any:
         return super().__call__(*args, length=length, **kwargs)
 
@@ -63,7 +55,6 @@ class Bare(gym.Env[Any, Any]):
 
 
 def make_and_change_arguments(config: dict[str, Any], weights: Any) -> Line:
-    """Create an environment, and change the arguments of this call in place."""
     config["layers"].append(config.pop("gain"))
     weights[:] = 9
     return Line(2.0)
@@ -162,16 +153,12 @@ def test_recording_starts_before_and_after_gymnasium_is_imported(first: str) -> 
 
 
 class WarningNew(Line):
-    """Environment whose ``__new__`` warns about its caller."""
-
     def __new__(cls) -> Any:
         warnings.warn("look here", stacklevel=2)
         return super().__new__(cls)
 
 
 class WarningInit(Line, metaclass=Meta):
-    """Environment whose constructor warns about the caller of its metaclass."""
-
     def __init__(self) -> None:
         super().__init__()
         warnings.warn("look here", stacklevel=3)

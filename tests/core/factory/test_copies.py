@@ -1,5 +1,3 @@
-"""Sources that ``as_factory`` accepts, properties of its factories, and uses of them."""
-
 from __future__ import annotations
 
 import functools
@@ -22,8 +20,6 @@ def make_line(gain: float = 2.0) -> Line:
 
 
 class Maker:
-    """Factory of environments, by its call or by its method."""
-
     def __init__(self, gain: float) -> None:
         self.gain = gain
 
@@ -111,14 +107,12 @@ class UnknownInterface:
 
 
 def make_changed_line() -> Any:
-    """Make an environment with a changed setting below a wrapper."""
     env = gym.wrappers.TimeLimit(Line(), 20)
     env.unwrapped.rewards.bonus = 4.0  # type: ignore[attr-defined]
     return env
 
 
 def _step_30_times(venv: Any) -> list[Any]:
-    """Step a vectorized environment 30 times, close it, and return all results."""
     venv.action_space.seed(1)
     seen: list[Any] = list(venv.reset(seed=3))
     for _ in range(30):

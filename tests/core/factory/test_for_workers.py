@@ -1,5 +1,3 @@
-"""``for_workers``: overrides, devices and rejected arguments."""
-
 from __future__ import annotations
 
 import functools

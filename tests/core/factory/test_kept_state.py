@@ -1,12 +1,10 @@
-"""Copies contain state that outlasts resets: statistics, counters, curricula."""
-
 from __future__ import annotations
 
-import collections
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import gymnasium as gym
@@ -15,14 +13,11 @@ import pytest
 from gymnasium import wrappers
 
 from rl_ext_core.factory import as_factory
-from tests.core.factory import copying, curricula
+from tests.core.factory import copying
 from tests.core.factory.copying import NOT_SILENT, Line, Scaled, rollout
-from tests.core.factory.curricula import Curriculum
 
 
 class Rising(gym.Wrapper[Any, Any, Any, Any]):
-    """Wrapper that raises its level every third episode, and limits episodes to five steps."""
-
     def __init__(self, env: Any) -> None:
         super().__init__(env)
         self.level, self.episodes, self.lengths = 1, 0, [0]
@@ -85,7 +80,6 @@ def _reset(env: Any) -> None:
 
 
 def _stop_midway(env: Any) -> None:
-    """Reset the environment and take five steps."""
     rollout(env, 5)
 
 
@@ -124,8 +118,6 @@ def test_copying_does_not_change_the_original(stage: Any) -> None:
 
 
 class Driven(gym.Env[Any, Any]):
-    """Environment that reads class attributes, globals and functions of its module."""
-
     action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
     speed, body, bodies = 1.0, copying.Rewards(), {"a": copying.Rewards()}
 
@@ -142,7 +134,6 @@ GRAVITY, TABLE = 9.8, {"k": [1.0]}
 
 
 def scale(x: float) -> float:
-    """Return the argument. A test replaces this global function."""
     return x
 
 
@@ -171,8 +162,6 @@ EPISODES = {"count": 0, "steps": 0}
 
 
 class Paced(Line):
-    """Environment that counts its episodes and the steps of an episode in a global."""
-
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         EPISODES["count"] += 1
         EPISODES["steps"] = 0
@@ -203,29 +192,61 @@ def test_global_that_episodes_change_is_reported_unless_resets_restore_it(
     assert copy_outcome(env, "EPISODES") == expected
 
 
-@pytest.fixture
-def restored_globals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the module's globals to their state after an import."""
-    monkeypatch.setattr(curricula, "LEVEL", {"level": 1, "extra": [{"speed": 1}]})
-    monkeypatch.setattr(curricula, "VISITS", collections.defaultdict(int))
-    monkeypatch.setattr(curricula, "BUDGET", curricula.Budget())
-    monkeypatch.setattr(curricula, "WEIGHTS", np.ones(3))
-    monkeypatch.setattr(Curriculum, "history", [])
+# -- Objects that an environment shares with its module and its class.
+
+UNSET = object()
+LEVEL: dict[str, Any] = {"level": 1, "extra": [{"speed": 1}]}
+VISITS: defaultdict[str, int] = defaultdict(int)
+WEIGHTS = np.ones(3)
+
+
+class Budget:
+    def __init__(self) -> None:
+        self.left = 10
+
+
+BUDGET = Budget()
+
+
+class Curriculum(gym.Env[Any, Any]):
+    """Environment that refers to each shared object by two names."""
+
+    START = object()
+    history: ClassVar[list[int]] = []
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
+    action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-99, 99, (6,), np.float64)
+
+    def __init__(self) -> None:
+        self.last, self.start = UNSET, self.START
+        self.level, self.visits, self.weights, self.budget, self.seen = LEVEL, VISITS, WEIGHTS, BUDGET, self.history
+        self.extra, self.options = LEVEL["extra"], {"first": LEVEL["extra"][0]}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        LEVEL["level"] += 1
+        VISITS["all"] += 1
+        WEIGHTS[0] += 1
+        BUDGET.left -= 1
+        Curriculum.history.append(1)
+        held = self.last, self.start, self.level, self.visits, self.weights, self.budget, self.seen
+        shared = UNSET, self.START, LEVEL, VISITS, WEIGHTS, BUDGET, self.history
+        same = float(all(one is other for one, other in zip(held, shared, strict=True)))
+        return np.array([same, LEVEL["level"], VISITS["all"], WEIGHTS[0], BUDGET.left, len(self.history)]), {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], 0.0, False, False, {}
 
 
 def _first_observation(packed: bytes) -> list[Any]:
-    """Build the environment of a pickled factory, and return its first observation."""
     found: list[Any] = cloudpickle.loads(packed)().reset()[0].tolist()
     return found
 
 
-@pytest.mark.usefixtures("restored_globals")
 def test_copy_refers_to_the_objects_of_its_own_modules_and_classes(spawned_pool: Any, caplog: Any) -> None:
     for env in (Curriculum(), wrappers.TimeLimit(Curriculum(), 5)):
         assert spawned_pool.submit(_first_observation, cloudpickle.dumps(as_factory(env))).result()[0] == 1.0
     copy = as_factory(Curriculum())()
     held = copy.last, copy.start, copy.level, copy.extra, copy.weights, copy.budget, copy.seen
-    level, shared = curricula.LEVEL, (curricula.WEIGHTS, curricula.BUDGET, Curriculum.history)
-    expected = curricula.UNSET, Curriculum.START, level, level["extra"], *shared
+    expected = UNSET, Curriculum.START, LEVEL, LEVEL["extra"], WEIGHTS, BUDGET, Curriculum.history
     assert [*map(id, held)] == [*map(id, expected)]
     assert not caplog.records

@@ -1,5 +1,3 @@
-"""Modules that a new process cannot import by itself: removed sys.path entries, missing files, import hooks."""
-
 from __future__ import annotations
 
 import importlib
@@ -54,13 +52,11 @@ def level():
 
 
 def _import_from(entry: str) -> Any:
-    """Add an entry to ``sys.path``, and import the module."""
     sys.path.insert(0, entry)
     return importlib.import_module(NAME)
 
 
 def import_by_relative_entry(folder: Path) -> Any:
-    """Import the module by the entry "." of ``sys.path``, then leave the folder."""
     os.chdir(folder)
     module = _import_from(".")
     os.chdir("/")
@@ -68,14 +64,12 @@ def import_by_relative_entry(folder: Path) -> Any:
 
 
 def import_and_remove_entry(folder: Path) -> Any:
-    """Import the module, and remove its folder from ``sys.path``."""
     module = _import_from(str(folder))
     sys.path.remove(str(folder))
     return module
 
 
 def import_from_namespace_package(folder: Path) -> Any:
-    """Import the module as part of a package without ``__init__.py``."""
     (folder / "parts").mkdir()
     shutil.move(folder / f"{NAME}.py", folder / "parts")
     sys.path.insert(0, str(folder))
@@ -85,14 +79,12 @@ def import_from_namespace_package(folder: Path) -> Any:
 
 
 def import_and_delete_file(folder: Path) -> Any:
-    """Import the module, and delete its file."""
     module = _import_from(str(folder))
     shutil.rmtree(folder)
     return module
 
 
 def import_by_specification(folder: Path) -> Any:
-    """Import the module by its file, without ``sys.path``."""
     spec: Any = importlib.util.spec_from_file_location(NAME, folder / f"{NAME}.py")
     module = sys.modules[NAME] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -100,8 +92,6 @@ def import_by_specification(folder: Path) -> Any:
 
 
 def import_by_finder(folder: Path) -> Any:
-    """Import the module by a finder in ``sys.meta_path``."""
-
     class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
             return importlib.util.spec_from_loader(fullname, self) if fullname == NAME else None
@@ -114,7 +104,6 @@ def import_by_finder(folder: Path) -> Any:
 
 
 def import_and_shadow(folder: Path) -> Any:
-    """Import the module, then put another module of this name first in ``sys.path``."""
     module = _import_from(str(folder))
     (folder / "other").mkdir()
     (folder / "other" / f"{NAME}.py").write_text("raise RuntimeError('another module')")

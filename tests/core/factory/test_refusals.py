@@ -1,5 +1,3 @@
-"""Environments that cannot be copied are rejected with the path and the code to write. Invalid sources, too."""
-
 from __future__ import annotations
 
 import contextlib
@@ -58,7 +56,6 @@ THINGS: dict[str, tuple[set[str], Callable[[], Any]]] = {
 
 
 def _release(thing: Any) -> None:
-    """Call all methods of an object that may release its resource, such as ``close``."""
     for name in ("close", "cleanup", "shutdown", "detach", "wait", "unlink"):
         if hasattr(type(thing), name):
             with contextlib.suppress(Exception):
@@ -105,16 +102,12 @@ def test_error_names_the_path_and_the_code_to_write() -> None:
 
 
 class Easy(Line, EzPickle):
-    """Environment whose pickle calls the constructor, by gymnasium's ``EzPickle``."""
-
     def __init__(self, gain: float = 1.0) -> None:
         EzPickle.__init__(self, gain)
         super().__init__(gain)
 
 
 class Forgetful(Line):
-    """Environment whose pickle omits a change."""
-
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "gain": 1.0}
 
@@ -135,8 +128,6 @@ LIBRARY = ctypes.CDLL(None)
 
 
 class Plant(Line):
-    """Environment that refers to the state of a C library by a number."""
-
     def __init__(self) -> None:
         super().__init__()
         self.handle = LIBRARY.dup(1)
@@ -156,8 +147,6 @@ def test_c_library_whose_state_cannot_be_copied_is_named(others: int, caplog: py
 
 
 class Unmakeable(Line):
-    """Environment that another process can neither unpickle nor construct."""
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         raise ConnectionRefusedError("the license is taken")
 
@@ -174,8 +163,6 @@ def test_exception_of_a_constructor_is_in_the_error(monkeypatch: pytest.MonkeyPa
 
 
 class Crashing(Line):
-    """Environment that kills its process in a step."""
-
     def step(self, action: Any) -> Any:
         os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -188,20 +175,6 @@ def test_crash_of_a_copy_raises_worker_error() -> None:
         as_factory(env)
     assert caught.value.kind == "signal"
     assert "in step" in caught.value.traceback
-
-
-class Raising(Line):
-    """Environment that raises an exception in each step."""
-
-    def step(self, action: Any) -> Any:
-        raise ArithmeticError("no move here")
-
-
-def test_environment_that_raises_in_its_steps_is_copied(copy_outcome: Any) -> None:
-    env = Raising()
-    env.gain = 4.0
-    assert copy_outcome(env, "gain") == "copied"
-    assert as_factory(env)().gain == 4.0
 
 
 _connected: list[int] = []
@@ -235,24 +208,7 @@ def test_handle_that_a_copy_cannot_use_is_rejected() -> None:
     first.close()
 
 
-class AbortsWhenRendered(Line):
-    """Environment that aborts its process when it is rendered, as without a display."""
-
-    render_mode = "rgb_array"
-
-    def render(self) -> Any:
-        os.abort()
-
-
-def test_environment_that_cannot_be_rendered_in_another_process_is_copied() -> None:
-    env = AbortsWhenRendered()
-    env.gain = 4.0
-    assert as_factory(env)().gain == 4.0
-
-
 class Parameters(ctypes.Structure):
-    """C structure with the parameters of a simulator."""
-
     _fields_ = (("gain", ctypes.c_double),)
 
 
@@ -265,7 +221,6 @@ class Addressed(Line):
         self._address = ctypes.addressof(self.parameters)
 
     def gain_at_address(self) -> float:
-        """Return the parameter that is stored at the address."""
         return Parameters.from_address(self._address).gain
 
 

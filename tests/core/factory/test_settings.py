@@ -1,10 +1,9 @@
-"""Changes of an environment since its construction are copied, or rejected by name."""
-
 from __future__ import annotations
 
 import collections
 import enum
 import itertools
+import os
 import queue
 import threading
 import types
@@ -16,13 +15,13 @@ import numpy as np
 import pytest
 from gymnasium import wrappers
 
-from tests.core.factory.copying import COPIED, EITHER, NOT_SILENT, Case, HoldingEnv, Line, Scaled, rollout
+from rl_ext_core.factory import as_factory
+from tests.core.factory.copying import COPIED, EITHER, NOT_SILENT, Case, HoldingEnv, Line, Scaled, rollout, try_rollout
 
 Change = Callable[[Any], object]
 
 
 def _change_base(name: str, value: Any) -> Change:
-    """Return a change that sets an attribute of the unwrapped environment."""
     return lambda env: setattr(env.unwrapped, name, value)
 
 
@@ -40,7 +39,6 @@ LINE: dict[str, tuple[set[str], Change]] = {
 
 
 def _make_registered() -> Any:
-    """Make the registered environment with a time limit."""
     return gym.make("copies/Line-v0", max_episode_steps=9)
 
 
@@ -78,8 +76,6 @@ def test_several_changes_together_are_copied(make: Any, used: bool, copy_outcome
 
 
 class Body:
-    """Object with a plain attribute."""
-
     def __init__(self, mass: float) -> None:
         self.mass = mass
 
@@ -97,8 +93,6 @@ class Heavy(Body):
 
 
 class Point:
-    """Object that stores its value in two slots, one of them with a mangled name."""
-
     __slots__ = ("__private", "a")
 
     def set(self, value: float) -> Point:
@@ -111,40 +105,32 @@ class Point:
 
 
 class Mode(enum.Enum):
-    """Enumeration of two values."""
-
     SLOW, FAST = 1.0, 4.0
 
 
 def _replace_stored(value: Any) -> Change:
-    """Return a change that replaces the object that the environment stores."""
     return lambda env: setattr(env, "held", value() if callable(value) else value)
 
 
 def _set_on_stored(**values: Any) -> Change:
-    """Return a change that sets attributes of the object that the environment stores."""
     return lambda env: [setattr(env.held, name, value) for name, value in values.items()]
 
 
 def _make_cycle() -> dict[str, Any]:
-    """Make a dict that contains itself."""
     made: dict[str, Any] = {"v": 1.0}
     made["itself"] = made
     return made
 
 
 def _make_views() -> list[Any]:
-    """Make an array and a view of it."""
     whole = np.zeros(10)
     return [whole, whole[::2]]
 
 
 def _make_closures() -> Any:
-    """Make two functions that share a variable of their closure."""
     count = 0
 
     def add(by: int) -> int:
-        """Add to the shared variable."""
         nonlocal count
         count += by
         return count
@@ -153,7 +139,6 @@ def _make_closures() -> Any:
 
 
 def _make_torch_module() -> Any:
-    """Make a torch module with parameters and buffers."""
     import torch
 
     made = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2))
@@ -245,7 +230,6 @@ class Resetting(gym.Env[Any, Any]):
         return self._observation(), 0.0, False, False, {}
 
     def _observation(self) -> Any:
-        """Return all settings as an array."""
         held = [
             float(self.lazy or 0),
             sum(self.world or ()),
@@ -282,66 +266,6 @@ def test_setting_in_an_attribute_that_resets_write_is_copied(change: Change, use
     if used:
         rollout(env)
     change(env)
-    assert copy_outcome(env) == "copied"
-
-
-_ports = itertools.count(5000)
-
-
-class Connecting(Line):
-    """Environment whose constructor takes the next free port."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.port = next(_ports)
-
-    def push(self, action: Any) -> float:
-        return float(self.port)
-
-
-def test_value_that_differs_in_each_instance_is_named(copy_outcome: Any) -> None:
-    env = Connecting()
-    env.port = 7777
-    assert copy_outcome(env, ".port") == "warned"
-
-
-class Drawing(Line):
-    """Environment with two locks whose names begin with ``gain``. The first step creates one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain_lock, self.gain_window = threading.Lock(), None
-
-    def step(self, action: Any) -> Any:
-        self.gain_window = self.gain_window or threading.Lock()
-        return super().step(action)
-
-
-def test_attributes_whose_names_begin_alike_are_apart(copy_outcome: Any) -> None:
-    env = Drawing()
-    rollout(env)
-    env.gain = 3.5
-    assert copy_outcome(env) == "copied"
-
-
-class Sides(enum.Flag):
-    """Flag with two members. The class caches their combinations."""
-
-    LEFT, RIGHT = 1, 2
-
-
-class Sided(Line):
-    """Environment that moves by the value of a flag."""
-
-    sides = Sides.LEFT
-
-    def push(self, action: Any) -> float:
-        return float((self.sides | Sides(0)).value)
-
-
-def test_combined_flag_is_copied(copy_outcome: Any) -> None:
-    env = Sided()
-    env.sides = Sides.LEFT | Sides.RIGHT
     assert copy_outcome(env) == "copied"
 
 
@@ -385,6 +309,44 @@ def test_environment_under_each_wrapper_is_copied(
     env.close()
 
 
+# -- Environments and wrappers of unusual classes.
+
+_ports = itertools.count(5000)
+
+
+class Connecting(Line):
+    def __init__(self) -> None:
+        super().__init__()
+        self.port = next(_ports)
+
+    def push(self, action: Any) -> float:
+        return float(self.port)
+
+
+class Locking(Line):
+    """Environment with two locks whose names begin with ``gain``. The first step creates one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain_lock, self.gain_window = threading.Lock(), None
+
+    def step(self, action: Any) -> Any:
+        self.gain_window = self.gain_window or threading.Lock()
+        return super().step(action)
+
+
+class Raising(Line):
+    def step(self, action: Any) -> Any:
+        raise ArithmeticError("no move here")
+
+
+class AbortsWhenRendered(Line):
+    render_mode = "rgb_array"
+
+    def render(self) -> Any:
+        os.abort()
+
+
 class Forwarding(gym.Wrapper[Any, Any, Any, Any]):
     """Wrapper that forwards unknown attributes, even before it has an environment."""
 
@@ -393,8 +355,6 @@ class Forwarding(gym.Wrapper[Any, Any, Any, Any]):
 
 
 class Refusing(gym.Wrapper[Any, Any, Any, Any]):
-    """Wrapper that rejects changes of its attributes."""
-
     def __init__(self, env: Any) -> None:
         super().__init__(env)
         vars(self)["_closed"] = True
@@ -405,9 +365,33 @@ class Refusing(gym.Wrapper[Any, Any, Any, Any]):
         super().__setattr__(name, value)
 
 
-@pytest.mark.parametrize("wrapper", [Forwarding, Refusing])
-def test_wrappers_with_their_own_attribute_access_are_copied(wrapper: Any, copy_outcome: Any) -> None:
-    env = wrapper(_make_cartpole())
-    rollout(env)
-    env.unwrapped.gravity = 3.0
+class Sides(enum.Flag):  # It caches combinations of its members.
+    LEFT, RIGHT = 1, 2
+
+
+class Sided(Line):
+    sides = Sides.LEFT
+
+    def push(self, action: Any) -> float:
+        return float((self.sides | Sides(0)).value)
+
+
+def test_combined_flag_is_copied(copy_outcome: Any) -> None:
+    env = Sided()
+    env.sides = Sides.LEFT | Sides.RIGHT
     assert copy_outcome(env) == "copied"
+
+
+@pytest.mark.parametrize("kind", [Locking, Raising, AbortsWhenRendered, Forwarding, Refusing])
+def test_setting_in_an_unusual_environment_is_copied(kind: Any, copy_outcome: Any) -> None:
+    env = kind(Line()) if issubclass(kind, gym.Wrapper) else kind()
+    try_rollout(env)
+    env.unwrapped.gain = 3.5
+    assert copy_outcome(env, "gain") == "copied"
+    assert as_factory(env)().unwrapped.gain == 3.5
+
+
+def test_value_that_differs_in_each_instance_is_named(copy_outcome: Any) -> None:
+    env = Connecting()
+    env.port = 7777
+    assert copy_outcome(env, ".port") == "warned"

@@ -1,5 +1,3 @@
-"""Environments of simulators and other frameworks are copied, with their changes, or rejected by path."""
-
 from __future__ import annotations
 
 import functools
@@ -19,7 +17,6 @@ _import_or_skip = pytest.importorskip
 
 
 def _make_or_skip(name: str, **options: Any) -> Any:
-    """Make an environment by its id, or skip the test if a package is missing."""
     try:
         return gym.make(name, **options)
     except (ImportError, gym.error.Error) as error:
@@ -27,25 +24,21 @@ def _make_or_skip(name: str, **options: Any) -> Any:
 
 
 def _make_pong(**options: Any) -> Any:
-    """Make Atari's Pong."""
     gym.register_envs(_import_or_skip("ale_py"))
     return _make_or_skip("ALE/Pong-v5", **options)
 
 
 def _load_dm_control(domain: str, task: str) -> Any:
-    """Load a task of dm_control's suite."""
     return _import_or_skip("dm_control.suite").load(domain, task, task_kwargs={"random": 0})
 
 
 def _make_robosuite(**options: Any) -> Any:
-    """Make a robosuite environment that does not render."""
     robosuite = _import_or_skip("robosuite")
     settings = {"has_renderer": False, "has_offscreen_renderer": False, "use_camera_obs": False, "horizon": 20}
     return robosuite.make("Lift", robots="Panda", **{**settings, **options})
 
 
 def _make_pettingzoo(name: str, kind: str = "env", **options: Any) -> Any:
-    """Make a PettingZoo environment, or skip the test if a package is missing."""
     _import_or_skip("pettingzoo")
     try:
         return getattr(importlib.import_module(f"pettingzoo.{name}"), kind)(**options)
@@ -54,7 +47,6 @@ def _make_pettingzoo(name: str, kind: str = "env", **options: Any) -> Any:
 
 
 def _make_transformed(*transforms: Any) -> Any:
-    """Make a TorchRL environment under transforms, given by name and arguments."""
     torchrl = _import_or_skip("torchrl.envs")
     _import_or_skip("torchrl_ext")
     made = [getattr(torchrl, name)(*arguments, **options) for name, arguments, options in transforms]
@@ -127,6 +119,8 @@ UNSOLVED = {
     "SB3, Atari": "EpisodicLifeEnv keeps that a life was lost, and its first reset takes a step of a game that began"
 }
 
+_make_robosuite_with_its_model = functools.partial(_make_robosuite, hard_reset=False)
+ROBOSUITES = (_make_robosuite, _make_robosuite_with_its_model)
 CHANGED: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
     "body_mass": (COPIED, MADE["HalfCheetah"], lambda e: e.unwrapped.model.body_mass.__setitem__(1, 20.0)),
     "timestep": (COPIED, MADE["HalfCheetah"], lambda e: setattr(e.unwrapped.model.opt, "timestep", 0.004)),
@@ -140,6 +134,8 @@ CHANGED: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
     "timestep ": (COPIED, MADE["suite"], lambda e: setattr(e.physics.model.opt, "timestep", 0.001)),
     "_move_speed": (COPIED, MADE["suite"], lambda e: setattr(e.task, "_move_speed", 0.5)),
     "horizon": (COPIED, _make_robosuite, lambda e: setattr(e, "horizon", 5)),
+    "body_mass ": (COPIED, _make_robosuite_with_its_model,
+                   lambda e: e.sim.model.body_mass.__setitem__(-1, 4.5)),
     "time_penalty": (COPIED, MADE["pistonball"], lambda e: setattr(e.unwrapped, "time_penalty", -9.0)),
     "timestep  ": (EITHER, MADE["TorchRL over dm_control"],
                    lambda e: setattr(e._env.physics.model.opt, "timestep", 0.004)),
@@ -149,11 +145,11 @@ CHANGED: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(quick=3, ci=15)
+@pytest.mark.sample(quick=3, ci=16)
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=pytest.mark.slow) if row[1] in [_make_robosuite, *(MADE[m] for m in SLOW)] else n
+        pytest.param(n, marks=pytest.mark.slow) if row[1] in [*ROBOSUITES, *(MADE[m] for m in SLOW)] else n
         for n, row in CHANGED.items()
     ],
 )
@@ -163,15 +159,6 @@ def test_changed_setting_is_copied_or_reported(name: str, copy_outcome: Any) -> 
     rollout(env)
     change(env)
     assert copy_outcome(env, name.strip(), steps=15) in allowed
-    env.close()
-
-
-@pytest.mark.slow  # robosuite's import takes seconds in each process
-def test_changed_model_of_robosuite_is_copied(copy_outcome: Any) -> None:
-    env = _make_robosuite(hard_reset=False)
-    rollout(env)
-    env.sim.model.body_mass[-1] = 4.5
-    assert copy_outcome(env, "body_mass", steps=15) == "copied"
     env.close()
 
 
@@ -193,7 +180,6 @@ def test_copies_for_workers_differ_and_repeat_with_a_seed(name: str) -> None:
 
 
 def _make_with_thing(thing: Any) -> Any:
-    """Make a CartPole with an object as its attribute ``thing``."""
     env: Any = gym.make("CartPole-v1")
     env.thing = thing
     return env

@@ -1,5 +1,3 @@
-"""Source code of factories in messages, and the modules that fork servers preload."""
-
 from __future__ import annotations
 
 import functools
@@ -17,27 +15,21 @@ from tests.core.factory.copying import Line, Scaled, try_rollout
 
 
 class RecordsArguments(Scaled, gym.utils.RecordConstructorArgs):
-    """Wrapper with gymnasium's record of its arguments."""
-
     def __init__(self, env: gym.Env[Any, Any], scale: float = 2.0) -> None:
         gym.utils.RecordConstructorArgs.__init__(self, scale=scale)
         Scaled.__init__(self, env, scale)
 
 
 class Unrecorded(Line):
-    """Environment whose own ``__new__`` prevents that the call is recorded."""
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return super().__new__(cls)
 
 
 def double(action: Any) -> Any:
-    """Return twice the action."""
     return 2 * action
 
 
 def _test_id(part: Any) -> str:
-    """Return the test id of a parameter: the text itself, "" for other objects."""
     return part if isinstance(part, str) else ""
 
 

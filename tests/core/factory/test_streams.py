@@ -1,5 +1,3 @@
-"""Random numbers of copies differ between workers, and repeat with a seed."""
-
 from __future__ import annotations
 
 import ctypes
@@ -20,8 +18,6 @@ from tests.core.factory.copying import Line, rollout
 
 
 class Dice(random.Random):
-    """User's subclass of a generator, with an attribute."""
-
     def __new__(cls, sides: int) -> Dice:
         return super().__new__(cls)
 
@@ -35,8 +31,6 @@ OPTIONS = gym.spaces.Dict(speed=gym.spaces.Box(0, 1, (1,)))
 
 
 class Shared(gym.Env[Any, Any]):
-    """Environment that draws from global generators and from those of its module and class."""
-
     action_space, observation_space = gym.spaces.Discrete(10**9), gym.spaces.Box(-np.inf, np.inf, (16,), np.float64)
     dice, urn = random.Random(42), np.random.Philox(42)
 
@@ -48,7 +42,6 @@ class Shared(gym.Env[Any, Any]):
         return np.array([*process, *module, *own, *self.draw_from_instance()], float), {}
 
     def draw_from_instance(self) -> list[float]:
-        """Return the draws from generators that belong to the instance."""
         return []
 
     def step(self, action: Any) -> Any:
@@ -56,8 +49,6 @@ class Shared(gym.Env[Any, Any]):
 
 
 class Drawing(Shared):
-    """Environment that also draws from generators of the instance."""
-
     def __init__(self) -> None:
         import torch
 
@@ -75,7 +66,6 @@ class Drawing(Shared):
 
 
 def step_in_other_processes(*factories: Any) -> list[Any]:
-    """Build each environment in its own process, and return the results of a reset and a step."""
     program = (
         "import json, pickle, sys; make = pickle.loads(bytes.fromhex(sys.argv[1])); env = make(); "
         "print(json.dumps([env.reset()[0].tolist(), env.step(0)[1]]))"
@@ -120,8 +110,6 @@ def test_generators_of_this_process_are_not_changed() -> None:
 
 
 class Group(gym.Env[Any, Any]):
-    """Environment made of environments in a list, a dict and another object."""
-
     action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-9, 9, (4, 4))
 
     def __init__(self) -> None:

@@ -1,5 +1,3 @@
-"""Comparing an instance with copies steps them only if they differ, and changes no file of the user's."""
-
 from __future__ import annotations
 
 import functools
@@ -39,29 +37,20 @@ class Counting(Line):
         return super().step(action)
 
 
-@pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file that receives the calls of ``Counting``."""
+def test_unchanged_instance_is_built_once_and_a_changed_one_is_reset_and_stepped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "calls"
-
-
-def test_unchanged_instance_costs_one_build_and_no_reset_or_step(calls: Path) -> None:
-    as_factory(Counting())
+    env, calls = Counting(), tmp_path / "calls"
+    as_factory(env)
     assert calls.read_text().split() == ["build", "build"]
-
-
-def test_changed_instance_costs_three_builds(calls: Path) -> None:
-    env = Counting()
     env.gain = 4.0
     assert as_factory(env)().gain == 4.0
-    found = calls.read_text().split()[1:-1]  # without the original, and the copy in this process
+    found = calls.read_text().split()[2:-1]  # without those before, and the copy in this process
     assert (found.count("build"), found.count("reset")) == (3, 3)
 
 
 class Logging(Line):
-    """Environment that writes, appends, replaces and deletes files of a folder."""
-
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = Path(folder)
@@ -107,8 +96,6 @@ def test_comparison_changes_no_file_of_an_environment_that_writes_files(
 
 
 class Archiving(Line):
-    """Environment whose constructor moves an earlier log away."""
-
     def __init__(self, file: str) -> None:
         super().__init__()
         if os.path.exists(file):

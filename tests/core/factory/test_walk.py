@@ -1,5 +1,3 @@
-"""Pickled copies of any Python data have the same fingerprint, and single changes are detected."""
-
 from __future__ import annotations
 
 import collections
@@ -21,8 +19,6 @@ class Holder:
 
 
 class Slots:
-    """Object that stores its attributes in slots. One name is mangled."""
-
     __slots__ = ("__hidden", "gain")
 
     def __init__(self, gain: Any) -> None:
@@ -30,12 +26,10 @@ class Slots:
 
 
 def copy_by_pickle(value: Any) -> Any:
-    """Copy a value by this package's pickle."""
     return pickle.loads(_pickle.dumps(value))
 
 
 def changed_paths(one: Any, other: Any) -> list[str]:
-    """Return the paths at which the fingerprints of two values differ."""
     return fingerprint(one).differences(fingerprint(other))
 
 

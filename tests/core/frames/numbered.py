@@ -55,13 +55,11 @@ def compute_observations(time: int) -> dict[str, np.ndarray]:
 def open_store(
     folder: Path | None, capacity: int = CAPACITY, observations: Mapping[str, Observation] = OBSERVATIONS
 ) -> FrameStore:
-    """Open the store of a folder, or create an empty one there or in memory."""
     options = {"storage_dir": folder, "resume": folder is not None}
     return FrameStore(capacity, N_ENVS, observations, row_dtype=ROW, **options)
 
 
 def add(store: FrameStore, *numbers: int) -> None:
-    """Add the transitions with these numbers."""
     for number in numbers:
         store.append(
             compute_observations(number), compute_observations(number + 1), np.array([(number, number / 2)], ROW)

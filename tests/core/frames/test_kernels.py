@@ -1,5 +1,3 @@
-"""Kernels: compilation cache, bounds of memory access, and interrupted compilation."""
-
 from __future__ import annotations
 
 import os
@@ -100,7 +98,6 @@ FULL_DISK = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\
 
 
 def _run(code: str, **environ: str) -> str:
-    """Run a program that must print "works", and return its errors."""
     paths = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PATH": os.environ["PATH"]}
     started = [sys.executable, "-B", "-c", code]
     done = subprocess.run(started, env={**paths, **environ}, capture_output=True, text=True, timeout=600)

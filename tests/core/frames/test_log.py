@@ -1,5 +1,3 @@
-"""Stores on a log: Dict observations, losses, folders, kills and damage."""
-
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +24,7 @@ from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.kernel_primitives import FACTOR, SUM_START
 from rl_ext_core.frames.log_segment import Segment
 from rl_ext_core.frames.log_state import SEGMENT_HEADER, SIZE_BITS
-from rl_ext_core.frames.store import FrameStore, Observation
+from rl_ext_core.frames.store import FrameStore
 from tests.core.frames.numbered import (
     CAPACITY,
     N_ENVS,
@@ -39,14 +37,17 @@ from tests.core.frames.numbered import (
     compute_observations,
     open_store,
 )
-from tests.core.frames.transitions import LAYOUTS, ReferenceStore, append_all, make_transitions
+from tests.core.frames.transitions import (
+    LAYOUTS,
+    ReferenceStore,
+    append_all,
+    check_contents,
+    make_store,
+    make_transitions,
+)
 from tests.forks import result_in_fork
 
 GRAY = LAYOUTS[0]
-
-
-def observation(layout: StackLayout, **options: Any) -> Observation:
-    return Observation(layout.shape, layout.dtype, n_stack=layout.n_stack, axis=layout.axis, **options)
 
 
 def test_dict_observations_are_pickled_and_others_refused() -> None:
@@ -61,37 +62,24 @@ def test_dict_observations_are_pickled_and_others_refused() -> None:
     assert check(store) == 129
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_jpeg_frames_are_decoded_as_simplejpeg_decodes_them(last: bool) -> None:
+@pytest.mark.parametrize("axis", [0, 2])
+def test_jpeg_frames_are_decoded_as_simplejpeg_decodes_them(axis: int) -> None:
     simplejpeg = pytest.importorskip("simplejpeg")
-    layout = (
-        StackLayout((40, 30, 6), np.dtype(np.uint8), 2, 2)
-        if last
-        else StackLayout((6, 40, 30), np.dtype(np.uint8), 2, 0)
-    )
-    y, x = np.mgrid[:40, :30]
-    images = [
-        np.stack([(x * 3 + t) % 256, (y * 4 + 2 * t) % 256, (x + y + t) % 256], -1).astype(np.uint8) for t in range(60)
-    ]
-    frames = [image if last else np.moveaxis(image, -1, 0) for image in images]
+    layout = StackLayout((40, 30, 6) if axis else (6, 40, 30), np.dtype(np.uint8), 2, axis)
+    (y, x), times = np.mgrid[:40, :30], range(58)
+    images = [np.stack([x * 3 + t, y * 4 + 2 * t, x + y + t], -1).astype(np.uint8) for t in times]
     coded = [simplejpeg.decode_jpeg(simplejpeg.encode_jpeg(image, 95, "RGB", "444"), "RGB") for image in images]
-    axis = 2 if last else 0
-    store: Any = FrameStore(40, 1, observation(layout, codec="jpeg"))
-    for t in range(57):
-        obs, next_obs = (np.concatenate(frames[k : k + 2], axis)[None] for k in (t, t + 1))
-        store.append(obs, next_obs)
+    store, plain = make_store(40, 1, layout, codec="jpeg"), ReferenceStore(40, 1, layout)
+    for each, frames in ((store, images), (plain, coded)):
+        pairs = itertools.pairwise(np.moveaxis(frame, -1, axis) for frame in frames)
+        append_all((each,), itertools.pairwise(np.concatenate(pair, axis)[None] for pair in pairs))
     store = pickle.loads(pickle.dumps(store))
-    out = np.empty((2, 40, *layout.shape), np.uint8)
-    store.get((17 + np.arange(40)) % 40, np.zeros(40, np.int64), out[0], out[1], num_threads=2)
-    for i in range(40):
-        for side in range(2):
-            pair = [coded[17 + i + side + k] if last else np.moveaxis(coded[17 + i + side + k], -1, 0) for k in (0, 1)]
-            np.testing.assert_array_equal(out[side, i], np.concatenate(pair, axis))
+    check_contents(store, plain)
     assert store.nbytes < 0.6 * 41 * 3600 + 60_000
 
 
 def test_handles_of_equal_observations_are_equal() -> None:
-    store, plain = FrameStore(60, 2, observation(GRAY)), ReferenceStore(60, 2, GRAY)
+    store, plain = make_store(60, 2, GRAY), ReferenceStore(60, 2, GRAY)
     append_all((store, plain), make_transitions(GRAY, n_steps=100))
     rows, envs = np.repeat(np.arange(60), 2), np.tile(np.arange(2), 60)
     handles, next_handles = store.handles(rows, envs)
@@ -107,21 +95,17 @@ def test_handles_of_equal_observations_are_equal() -> None:
 
 
 def test_large_frames_store_changes_of_any_size_and_distance() -> None:
-    layout = StackLayout((480, 640, 3), np.dtype(np.uint8), 1, 0)
-    rng = np.random.default_rng(0)
-    store, background = FrameStore(40, 1, observation(layout)), rng.integers(256, size=layout.shape, dtype=np.uint8)
-    frames = []
-    for t in range(21):
-        frames.append(background.copy())
-        frames[-1][50:200, t : t + 170] = rng.integers(256, size=(150, 170, 3), dtype=np.uint8)
-        frames[-1][-1, -1] = t
-    for before, after in itertools.pairwise(frames):
-        store.append(before[None], after[None])
-    out = np.empty((2, 20, *layout.shape), np.uint8)
-    store.get(np.arange(20), np.zeros(20, np.int64), None, out[1])
-    np.testing.assert_array_equal(out[1], frames[1:])
-    store.get(np.arange(20), np.zeros(20, np.int64), out[0], out[1], num_threads=2)
-    np.testing.assert_array_equal(out, [frames[:-1], frames[1:]])
+    layout, rng = StackLayout((480, 640, 3), np.dtype(np.uint8), 1, 0), np.random.default_rng(0)
+    store, plain = make_store(20, 1, layout), ReferenceStore(20, 1, layout)
+    frames = np.repeat(rng.integers(256, size=(1, 1, *layout.shape), dtype=np.uint8), 21, 0)
+    for t, frame in enumerate(frames):
+        frame[0, 50:200, t : t + 170] = rng.integers(256, size=(150, 170, 3), dtype=np.uint8)
+        frame[0, -1, -1] = t
+    append_all((store, plain), itertools.pairwise(frames))
+    check_contents(store, plain)
+    nexts = np.empty((20, *layout.shape), np.uint8)
+    store.get(np.arange(20), np.zeros(20, np.int64), None, nexts)
+    np.testing.assert_array_equal(nexts, frames[1:, 0])
     assert store.nbytes < 20 * 120_000 + 9_000_000
 
 

@@ -1,5 +1,3 @@
-"""Lossy stores: each pixel is within ``max_error``, and JPEG images are close to the original ones."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -12,11 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import njit
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
 from rl_ext_core.frames import FrameStore, Observation, StackLayout
-from rl_ext_core.frames.log_quantize import GROUP, decode_quantized, quantize_frame
 from tests.core.frames.transitions import ReferenceStore, append_all, check_contents, make_store, make_transitions
 
 RGB = StackLayout((9, 20, 100), np.dtype(np.uint8), 3, 0)
@@ -85,41 +81,6 @@ def test_channels_that_change_together_take_less_memory() -> None:
                 frame[:] = frame[:, :1] // np.array([1, 2, 1])[:, None, None]
         stores[1].append(before, after)
     assert stores[1].nbytes < 0.75 * stores[0].nbytes
-
-
-@njit
-def quantize_and_decode(frame, row, channel, bound, made, work, contents, out):  # type: ignore[no-untyped-def]
-    """Encode a frame and decode it again. The arguments are addresses and sizes; return the size of its contents."""
-    n_bytes, above = len(frame), row * -(-GROUP // row)
-    addresses = made.ctypes.data, work.ctypes.data, contents.ctypes.data
-    size = quantize_frame(frame.ctypes.data, n_bytes, above, channel, bound, *addresses)
-    if size >= 0:
-        decode_quantized(contents.ctypes.data, out.ctypes.data, n_bytes, above, channel, bound)
-    return size
-
-
-@settings(max_examples=2_000 if "CI" in os.environ else 200)
-@given(
-    n_bytes=st.integers(1, 2_000),
-    row=st.integers(1, 200),
-    channel=st.sampled_from([0, 64, 100, 333]),
-    bound=st.integers(1, 127),
-    steps=st.integers(0, 40),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_quantized_frames_are_decoded_as_the_encoder_expects(
-    n_bytes: int, row: int, channel: int, bound: int, steps: int, seed: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    changes = rng.integers(-steps, steps + 1, n_bytes) * (rng.random(n_bytes) < 0.3)
-    frame = np.cumsum(changes).clip(0, 255).astype(np.uint8)  # dark, so that it is often small
-    if channel:
-        frame = np.resize(frame[:channel], n_bytes)
-    made, contents, out = (np.empty(n_bytes + 4 * GROUP, np.uint8) for _ in range(3))
-    work = np.empty(2 * n_bytes + 5 * GROUP, np.uint8)
-    if quantize_and_decode(frame, row, channel, bound, made, work, contents, out) >= 0:
-        assert np.array_equal(out[:n_bytes], made[:n_bytes])
-        assert np.abs(out[:n_bytes].astype(int) - frame).max() <= bound
 
 
 @pytest.mark.parametrize("n_stack", [None, 3])

@@ -1,5 +1,3 @@
-"""Plans: measured and estimated costs, budgets, environments, and wrong arguments."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -111,8 +109,6 @@ def test_plan_range_contains_the_true_cost() -> None:
 
 
 class BrokenEnv(Film):
-    """Environment that raises in a step, returns a wrong shape, or has a Dict space."""
-
     def __init__(self, how: str) -> None:
         self.how = how
         if how == "dict":
@@ -150,11 +146,7 @@ def test_broken_env_is_named_and_closed_if_plan_created_it(how: str, error: type
         ({"shape": "84,84", "size": 1}, InvalidTypeError, "shape='84,84' must be a tuple of integers"),
         ({"shape": 84, "size": 1}, InvalidTypeError, "shape=84 must be a tuple of integers"),
         ({"shape": (84, 84, 4), "size": 1, "n_stack": 5}, InvalidArgumentError, "n_stack=5 does not divide"),
-        (
-            {"shape": (80, 100, 7), "size": 1, "env": Film},
-            InvalidArgumentError,
-            r"Film has arrays of shape \(80, 100",
-        ),
+        ({"shape": (80, 100, 7), "size": 1, "env": Film}, InvalidArgumentError, r"Film has arrays of shape \(80, 100"),
         ({"shape": None, "size": 1, "env": 3}, InvalidTypeError, "env=3 is not a gymnasium.Env"),
     ],
 )

@@ -1,5 +1,3 @@
-"""Observations of a store equal the added ones bit for bit, and invalid calls are rejected."""
-
 from __future__ import annotations
 
 import itertools
@@ -40,7 +38,6 @@ DTYPES = [np.uint8, np.uint16, np.float32, np.complex128]
 
 @st.composite
 def layouts(draw: st.DrawFn) -> StackLayout:
-    """Draw a shape, dtype and stacking of observations."""
     n_stack, channels = draw(st.sampled_from([1, 2, 3, 4, 5, 8])), draw(st.sampled_from([1, 1, 2, 3]))
     others = draw(st.lists(st.integers(1, 9), min_size=0, max_size=2))
     first = draw(st.booleans())
@@ -50,7 +47,6 @@ def layouts(draw: st.DrawFn) -> StackLayout:
 
 @st.composite
 def episodes(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw the arguments with which ``make_transitions`` generates episodes."""
     return {
         "n_steps": draw(st.integers(1, 60)),
         "contents": draw(st.sampled_from(CONTENTS)),
@@ -160,7 +156,6 @@ class SameAsArrays(RuleBasedStateMachine):
 
     @rule()
     def open_copy_of_unclosed_folder(self) -> None:
-        """Open a copy of the folder, as after a kill, and compare it."""
         if self.folder is not None:
             left = self._open(shutil.copytree(self.folder, self.temporary / "left"))
             assert left.recovered == (self.store.size, 0)

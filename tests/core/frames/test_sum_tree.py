@@ -1,5 +1,3 @@
-"""``SumTree`` matches NumPy, and never finds an item with weight 0."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -34,8 +34,6 @@ LAYOUTS = (
 
 
 class ReferenceStore:
-    """Uncompressed ring of transitions, which other stores are compared with."""
-
     def __init__(self, capacity: int, n_envs: int, layout: StackLayout) -> None:
         self.capacity, self.n_envs, self.layout = capacity, n_envs, layout
         shape = (capacity, n_envs, *layout.shape)
@@ -48,7 +46,6 @@ class ReferenceStore:
         self.observations[:], self.next_observations[:] = 0, 0
 
     def append(self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]) -> None:
-        """Store one transition of each environment; it overwrites the oldest if the ring is full."""
         self.observations[self.position] = observations
         self.next_observations[self.position] = next_observations
         self.position = (self.position + 1) % self.capacity
@@ -91,17 +88,11 @@ def make_transitions(
 ) -> Iterator[tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]]:
     """Generate transitions like those of a vectorized environment with stacked frames.
 
-    After a reset, all frames of a stack except the newest are zero. The last next observation of an episode differs
-    from the following observation.
+    After a reset, all frames of a stack except the newest are zero.
 
-    :param layout: Layout of an observation
-    :param n_envs: Number of environments
-    :param n_steps: Number of transitions per environment
-    :param contents: One of ``CONTENTS``
     :param episode: Mean number of steps between two resets of an environment; 0 for no resets
-    :param odd: Share of observations, 0 to 1, that do not follow from the previous ones, as after another ``learn()``
-    :param transposed: Share of channel-first batches, 0 to 1, that are views of channel-last memory
-    :param seed: Seed of the random generator
+    :param odd: Share of observations that do not follow from the previous ones, as after another ``learn()``
+    :param transposed: Share of channel-first batches that are views of channel-last memory
     """
     rng = np.random.default_rng(seed)
     envs = [_Stacker(layout, contents, rng) for _ in range(n_envs)]
@@ -125,7 +116,6 @@ def make_transitions(
 def _transpose_memory(
     stacks: npt.NDArray[np.generic], layout: StackLayout, transposed: bool
 ) -> npt.NDArray[np.generic]:
-    """Return a view of channel-last memory, if requested and the stacks are channel-first."""
     if transposed and layout.axis == 0:
         return np.moveaxis(np.ascontiguousarray(np.moveaxis(stacks, 1, -1)), -1, 1)
     return stacks
@@ -157,7 +147,6 @@ class _Stacker:
         self.stack = np.concatenate([kept, self._frame], axis=axis)
 
     def _next_frame(self) -> npt.NDArray[np.generic]:
-        """Generate a frame of the requested kind from the previous frame."""
         rng, contents = self._rng, self._contents
         if contents == "mixed":
             contents = CONTENTS[rng.integers(len(CONTENTS) - 1)]
@@ -182,11 +171,7 @@ def check_contents(store: Any, reference: ReferenceStore, max_error: int = 0) ->
 
 
 def check_rows(store: Any, *arrays: npt.NDArray[np.generic], max_error: int = 0) -> None:
-    """Check that all rows of a store equal arrays bit for bit, and that nothing is written around the outputs.
-
-    :param arrays: Observations and next observations, shape ``(capacity, n_envs, *shape)``.
-    :param max_error: Largest difference of two bytes.
-    """
+    """Check that a store equals its observations and next observations, and writes nothing around the outputs."""
     rows, envs = (part.reshape(-1) for part in np.indices(arrays[0].shape[:2]))
     expected = [array[rows, envs].reshape(len(rows), -1).view(np.uint8) for array in arrays]
     # With two fill values, an output byte that is not written differs from the expected one at least once.

@@ -1,5 +1,3 @@
-"""Fixtures that compile the toy simulator's variants."""
-
 from __future__ import annotations
 
 import functools

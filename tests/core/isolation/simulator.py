@@ -20,11 +20,6 @@ Step = tuple[Any, float, bool, bool, dict[str, Any]]
 
 
 class Simulator(gymnasium.Env[np.ndarray, np.ndarray]):
-    """Environment of the toy simulator.
-
-    :param library: Path of the compiled variant.
-    """
-
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
     action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float64)
 
@@ -79,15 +74,11 @@ class Plain(gymnasium.Env[np.ndarray, int]):
 
 
 class DrawsFromNumPy(Plain):
-    """Environment that draws from NumPy's global generator."""
-
     def noise(self) -> float:
         return float(np.random.random())
 
 
 class DrawsWhenBuilt(Plain):
-    """Environment whose constructor draws from global generators, including torch's."""
-
     def __init__(self) -> None:
         import torch
 
@@ -99,8 +90,6 @@ class DrawsWhenBuilt(Plain):
 
 
 class ClassAttribute(Plain):
-    """Environment whose instances append to one list of their class."""
-
     total: ClassVar[list[float]] = []
 
     def noise(self) -> float:
@@ -109,10 +98,7 @@ class ClassAttribute(Plain):
 
 
 class IgnoresSeeds(Plain):
-    """Environment that uses the same seed in all resets."""
-
     def reset(self, **options: Any) -> Reset:
-        """Reset with seed 0, whatever seed is passed."""
         return super().reset(seed=0)
 
 
@@ -127,8 +113,6 @@ class ActsOnAll(IgnoresSeeds):
 
 
 class SharedOutput(Plain):
-    """Environment whose instances all return the same array."""
-
     _output: ClassVar[np.ndarray] = np.zeros(1)
 
     def step(self, action: int) -> Step:
@@ -137,8 +121,6 @@ class SharedOutput(Plain):
 
 
 class OwnOutput(SharedOutput):
-    """Environment whose instance returns one array in all steps."""
-
     def __init__(self) -> None:
         super().__init__()
         self._output = np.zeros(1)  # type: ignore[misc]
@@ -161,15 +143,11 @@ class Masked(Plain):
 
 
 class MaskedByMethod(Masked):
-    """Environment that returns the shared mask by ``action_masks()``, as sb3-contrib expects."""
-
     def action_masks(self) -> np.ndarray:
         return self._mask
 
 
 class Slow(Plain):
-    """Environment that sleeps in its resets or steps."""
-
     def __init__(self, reset: float = 0.0, step: float = 0.0) -> None:
         super().__init__()
         self._seconds = reset, step
@@ -184,26 +162,18 @@ class Slow(Plain):
 
 
 class FailsAtReset(Plain):
-    """Environment whose reset raises an exception."""
-
     def reset(self, **options: Any) -> Reset:
         raise RuntimeError("no world")
 
 
 class ReadsAFile(Plain):
-    """Environment that reads a file of the working directory."""
-
     def reset(self, **options: Any) -> Reset:
         Path("world.txt").read_text()
         return super().reset(**options)
 
 
 class Messy(Plain):
-    """Environment that prints, writes files, and leaves a thread and a process.
-
-    :param notes: File that receives the ids of the processes.
-    :param hangs: Whether the constructor hangs. Otherwise the child process starts its own session.
-    """
+    """Environment that prints, writes files, leaves a thread and a process, and may hang."""
 
     def __init__(self, notes: str, hangs: bool = False) -> None:
         super().__init__()
@@ -220,8 +190,6 @@ class Messy(Plain):
 
 
 class LeavesALock(Plain):
-    """Environment that cannot be built while another instance is open."""
-
     def __init__(self, path: str) -> None:
         super().__init__()
         self._path = Path(path)
@@ -232,33 +200,23 @@ class LeavesALock(Plain):
 
 
 class SaysSingle(Plain):
-    """Environment whose metadata declares a single instance per process."""
-
     metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "isolation": "single-instance"}
 
 
 class SaysIndependent(Plain):
-    """Environment whose metadata declares independent instances, in capitals."""
-
     metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "isolation": "INDEPENDENT"}
 
 
 class SaysNonsense(Plain):
-    """Environment whose metadata declares an invalid value."""
-
     metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "isolation": True}
 
 
 def make_declared_single() -> SaysSingle:
-    """Create an environment whose metadata declares a single instance per process."""
     return SaysSingle()
 
 
 class HoldsFmu(Plain):
-    """Environment that stores FMPy's description of an FMU.
-
-    :param flag: Value of ``canBeInstantiatedOnlyOncePerProcess`` in the description.
-    """
+    """Environment that stores FMPy's description of an FMU."""
 
     def __init__(self, flag: str) -> None:
         import fmpy
@@ -281,8 +239,6 @@ FMU_DESCRIPTION = """<fmiModelDescription fmiVersion="2.0" modelName="decay" gui
 
 
 class BadClose(Plain):
-    """Environment that raises when it is closed, always or while others are open."""
-
     alive: ClassVar[int] = 0
 
     def __init__(self, others: int) -> None:
@@ -296,12 +252,9 @@ class BadClose(Plain):
 
 
 class NotAnEnvironment:
-    """Class with a reset, but without a step."""
-
     def reset(self) -> int:
         return 0
 
 
 def exit_while_building() -> None:
-    """End the process instead of creating an environment."""
     sys.exit("no license")

@@ -1,5 +1,3 @@
-"""``rl-ext probe``: output and exit status."""
-
 from __future__ import annotations
 
 import json

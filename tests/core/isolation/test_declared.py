@@ -1,5 +1,3 @@
-"""Declarations of an environment take precedence over trials, which do not run if the class is known."""
-
 from __future__ import annotations
 
 import functools
@@ -22,13 +20,11 @@ SINGLE = Isolation.SINGLE_INSTANCE
 
 @pytest.fixture
 def forbid_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a test fail if a process is started for trials."""
     monkeypatch.setattr(judge.Judge, "verdict", None)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def register_envs() -> Iterator[None]:
-    """Register an environment by its class and by its name."""
     ids = {"ByClass-v0": SaysSingle, "ByName-v0": f"{simulator.__name__}:SaysSingle"}
     for name, entry_point in ids.items():
         gymnasium.register(name, entry_point)
@@ -70,8 +66,6 @@ def test_declaration_accepts_values_of_make_vec_env_and_capitals(
     value: str, in_process: bool, forbid_trials: None
 ) -> None:
     class Says(Plain):
-        """Environment whose metadata declares this value."""
-
         metadata = {**Plain.metadata, "isolation": value}  # noqa: RUF012
 
     assert probe(Says).in_process is in_process

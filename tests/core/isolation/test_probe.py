@@ -1,5 +1,3 @@
-"""Verdicts on simulators that share state, fail or hang with a second instance or process."""
-
 from __future__ import annotations
 
 import functools
@@ -113,28 +111,14 @@ def test_verdict_is_unknown_if_a_source_cannot_be_pickled() -> None:
 
 
 def skip_without(module: str) -> None:
-    """Skip the test if a module is not installed."""
     if importlib.util.find_spec(module) is None:
         skip_or_fail(f"{module} is not installed")
 
 
-def pong() -> Any:
-    """Make Atari's Pong."""
-    import ale_py
-
-    gymnasium.register_envs(ale_py)
-    return gymnasium.make("ALE/Pong-v5")
-
-
-def airstriker() -> Any:
-    """Make the game of stable-retro that needs no ROM."""
-    import stable_retro
-
-    return stable_retro.make("Airstriker-Genesis-v0", render_mode="rgb_array")
-
-
 @pytest.mark.sample(ci=3)
-@pytest.mark.parametrize("source", ["CartPole-v1", "HalfCheetah-v5", gymnasium.spec("FrozenLake-v1"), pong])
+@pytest.mark.parametrize(
+    "source", ["CartPole-v1", "HalfCheetah-v5", gymnasium.spec("FrozenLake-v1"), "ale_py:ALE/Pong-v5"]
+)
 def test_verdict_on_independent_real_environments(source: Any) -> None:
     verdict = probe(source)
     assert verdict.isolation is INDEPENDENT, verdict
@@ -145,7 +129,7 @@ def test_verdict_on_independent_real_environments(source: Any) -> None:
 @pytest.mark.slow
 def test_verdict_on_a_library_that_allows_a_single_instance() -> None:
     skip_without("stable_retro")
-    verdict = probe(airstriker)
+    verdict = probe("Airstriker-Genesis-v0")
     assert verdict.isolation is SINGLE
     assert "building the second raises RuntimeError: Cannot create multiple" in verdict.explanation
 
@@ -177,7 +161,6 @@ def empty_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def wait_for_processes(notes: Path) -> bool:
-    """Wait for the processes listed in a file, and return whether all have ended."""
     until, pids = time.monotonic() + 120, [int(pid) for pid in notes.read_text().split() if pid.isdigit()]
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
         time.sleep(0.01)
@@ -217,7 +200,6 @@ def test_trials_close_their_environments(tmp_path: Path, empty_temporary_folder:
 @pytest.mark.slow
 def test_probe_builds_nothing_in_the_calling_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object) -> None:
-        """Fail the test if the environment is built in this process."""
         raise AssertionError("built in the caller's process")
 
     instance = simulator.Plain()

@@ -55,7 +55,6 @@ HANGING = "HANG_OF_SECOND"
 
 
 def compiled(name: str, folder: Path, compiler: str) -> functools.partial[Simulator]:
-    """Compile a variant and return the factory of its environment."""
     library = folder / name.lower() / "libsim.so"
     library.parent.mkdir()
     command = [compiler, "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-DVARIANT={name}"]

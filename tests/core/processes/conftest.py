@@ -1,5 +1,3 @@
-"""Fixtures of the worker tests: start methods, and fork servers as users have them."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

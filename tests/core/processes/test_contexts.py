@@ -1,5 +1,3 @@
-"""Tests of contexts: interface of multiprocessing, environment variables, events."""
-
 from __future__ import annotations
 
 import gc

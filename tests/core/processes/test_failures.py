@@ -1,5 +1,3 @@
-"""Tests of the errors that the parent raises for failed workers."""
-
 from __future__ import annotations
 
 import faulthandler
@@ -14,7 +12,6 @@ from tests.core.processes.worker_groups import UNPICKLING_METHODS, group, pair_w
 
 
 def fail_worker(method: str, command: str) -> WorkerError:
-    """Send a command that makes a worker fail, and return the parent's error."""
     with group(method) as workers:
         error = workers.fail(command)
         assert [worker.exitcode is None for worker in workers.workers] == [False] * 3

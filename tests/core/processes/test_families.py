@@ -1,5 +1,3 @@
-"""Tests that exit callbacks run, and that child processes end with their worker."""
-
 from __future__ import annotations
 
 import contextlib
@@ -20,7 +18,6 @@ from tests.core.processes.worker_groups import LIMIT_S, group, pair_with_start_m
 
 
 def wait_until_ended(pids: Iterable[int]) -> None:
-    """Wait until all processes have ended, or fail after a time limit."""
     end = time.monotonic() + LIMIT_S
     while left := [pid for pid in pids if _is_running(pid)]:
         assert time.monotonic() < end, left
@@ -28,7 +25,6 @@ def wait_until_ended(pids: Iterable[int]) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Return whether a process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,5 +1,3 @@
-"""Tests of the report between a worker and its parent, in one process."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Tests of whole programs: main modules, deaths, and ends of workers."""
-
 from __future__ import annotations
 
 import os
@@ -60,8 +58,6 @@ MAIN_IMPORT_FAILED = r"WorkerError: worker \d of 3 {}.* while it imported the ma
 
 
 class Program:
-    """Scripts that run in a folder, each in a session of its own."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.running: list[subprocess.Popen[str]] = []
@@ -69,20 +65,17 @@ class Program:
     def start(
         self, method: str, body: str, *, top: str = "", guard: str = GUARD, **options: object
     ) -> subprocess.Popen[str]:
-        """Write a script that starts workers, and run it."""
         script = self.folder / "train.py"
         body = indent(dedent(body), "    ")
         script.write_text(SCRIPT.format(method=method, top=dedent(top), body=body, guard=guard))
         return self.run([str(script)], **options)
 
     def run_to_end(self, method: str, body: str, **options: str) -> tuple[int, str]:
-        """Run a script; return its exit code and standard error."""
         process = self.start(method, body, **options)
         _, errors = process.communicate(timeout=LIMIT_S)
         return process.returncode, errors
 
     def run(self, arguments: list[str], **options: object) -> subprocess.Popen[str]:
-        """Start Python with these arguments, and return the process."""
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
         path = os.pathsep.join([str(ROOT), str(ROOT / "shared")])

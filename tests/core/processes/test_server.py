@@ -1,5 +1,3 @@
-"""Tests of the fork server: preloaded modules, replacement, end."""
-
 from __future__ import annotations
 
 import gc
@@ -25,7 +23,6 @@ from tests.core.processes.worker_groups import LIMIT_S, group
 
 @pytest.fixture(autouse=True)
 def no_server() -> Iterator[None]:
-    """Stop the fork server before and after each test."""
     stop_server()
     yield
     stop_server()
@@ -40,7 +37,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def server_of_worker(**options: object) -> int:
-    """Start a worker, and return the pid of the fork server that started it."""
     with group("forkserver", 1, **options) as workers:
         return psutil.Process(workers.ask(0, "pid")).ppid()
 

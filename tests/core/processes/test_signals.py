@@ -1,5 +1,3 @@
-"""Tests of signals to the process group, and of SIGCHLD."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Tests of Watch: failures are reported once, and no process is left."""
-
 from __future__ import annotations
 
 import atexit
@@ -24,7 +22,6 @@ pytestmark = pytest.mark.sample(ci=2)
 
 
 def wait_for_failure(watch: Watch) -> None:
-    """Wait until a watch has recorded a failure, or fail after a time limit."""
     end = time.monotonic() + LIMIT_S
     while watch.failure is None and time.monotonic() < end:
         time.sleep(0.01)
@@ -87,7 +84,6 @@ def test_earliest_of_several_exceptions_is_reported() -> None:
 
 
 def _raise_after(barriers: Any, worker: int) -> None:
-    """Wait for this worker's event, raise an error, then wake the preceding worker."""
     barriers[worker].wait()
     try:
         raise ValueError(str(worker))

@@ -26,15 +26,11 @@ class NeedsArgumentsError(Exception):  # can be pickled, but not unpickled
 
 
 class RaisesWhenUnpickledError(Exception):
-    """Exception whose unpickling raises a RuntimeError."""
-
     def __reduce__(self) -> Any:
         return raise_runtime_error, ()
 
 
 class HostileError(Exception):
-    """Exception whose ``repr`` and ``str`` raise."""
-
     def __repr__(self) -> str:
         raise ValueError("no repr")
 
@@ -42,8 +38,6 @@ class HostileError(Exception):
 
 
 class Unloadable:
-    """Argument of a worker that cannot be unpickled there."""
-
     def __reduce__(self) -> Any:
         return raise_runtime_error, ()
 
@@ -73,12 +67,7 @@ def exit_3() -> None:
 
 
 def segfault() -> None:
-    """Read address 0, so that SIGSEGV kills the process."""
     ctypes.string_at(0)
-
-
-def abort() -> None:
-    os.abort()
 
 
 def hang() -> None:
@@ -121,7 +110,6 @@ def raise_while_a_thread_runs() -> None:
 
 
 def kill_after_a_grandchild(end: Any) -> None:
-    """Kill this worker after a process that it has forked has ended."""
     child = os.fork()
     if child == 0:
         os.close(2)
@@ -144,7 +132,6 @@ def start_helpers() -> list[int]:
 
 
 def send_helper_pids(writer: Any) -> None:
-    """Start helper processes, and send their pids to the parent."""
     writer.send(start_helpers())
 
 

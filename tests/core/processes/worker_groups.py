@@ -66,10 +66,7 @@ def group(
 ) -> Iterator[WorkerGroup]:
     """Start workers that run :func:`worker_functions.serve`, and kill them after the ``with`` block.
 
-    :param method: start method
-    :param count: number of workers
     :param arguments: further arguments of ``serve``
-    :param watch: options of the Watch
     :param options: options of ``get_context``
     """
     context = get_context(method, **options)

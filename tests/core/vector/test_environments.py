@@ -1,5 +1,3 @@
-"""Tests of the episode monitor, the conversion of old gym environments, and copies of outputs."""
-
 from __future__ import annotations
 
 import sys
@@ -32,30 +30,22 @@ def test_episode_monitor_equals_sb3_monitor() -> None:
 
 
 class FakeOldGymEnv:
-    """Environment of old gym, without gymnasium's base class."""
-
     @property
     def unwrapped(self) -> FakeOldGymEnv:
         return self
 
 
 class FakeGym26Env(FakeOldGymEnv):
-    """Environment of gym 0.26, whose reset has a seed and returns an info."""
-
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         return 0, {}
 
 
 class FakeGym21Env(FakeOldGymEnv):
-    """Environment of gym 0.21, whose reset returns only the observation."""
-
     def reset(self) -> Any:
         return 0
 
 
 class FakeShimmyEnv(gymnasium.Env[Any, Any]):
-    """Imitation of Shimmy's converted environment."""
-
     def __init__(self, env: Any) -> None:
         self.inside = env
 

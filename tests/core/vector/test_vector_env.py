@@ -1,5 +1,3 @@
-"""Tests of SharedMemoryVectorEnv: results equal to gymnasium's, and failures."""
-
 from __future__ import annotations
 
 import functools
@@ -14,13 +12,7 @@ from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from rl_ext_core.errors import (
-    EnvironmentOutputError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    StorageError,
-    WorkerError,
-)
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, StorageError, WorkerError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
 from tests.environments import Counting, FailingOnce, Gated, RandomEnv, ReusedArrayEnv
@@ -36,7 +28,6 @@ FAST = {"context": "fork"}
 
 
 def compare_random_operations(shared_env: Any, gymnasium_env: Any, seed: int, operations: int = 60) -> None:
-    """Apply random operations to both environments, and compare the results."""
     rng = np.random.default_rng(seed)
     assert_equal(shared_env.reset(seed=seed), gymnasium_env.reset(seed=seed), "first reset")
     gymnasium_env.action_space.seed(seed)
@@ -235,8 +226,6 @@ def test_reset_masks_and_seeds_are_checked() -> None:
 
 
 class LosesInfos(Counting):
-    """Environment that returns None as the info of resets after the first episode."""
-
     episodes = 0
 
     def reset(self, **options: Any) -> Any:

@@ -22,7 +22,7 @@ from rl_ext_core.devices import Inventory
 
 SOURCES = Path(__file__).parent
 LIBRARIES = {"nvml.c": "libnvidia-ml.so.1", "egl.c": "libEGL.so.1", "cuda.c": "libcuda.so.1"}
-INVENTORY = "import pickle; from rl_ext_core.devices import Inventory; print(pickle.dumps(Inventory.current()).hex())"
+_INVENTORY = "import pickle; from rl_ext_core.devices import Inventory; print(pickle.dumps(Inventory.current()).hex())"
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG")
 
 
@@ -43,7 +43,6 @@ def require_osmesa() -> None:
 
 
 def compile_into(folder: Path, compiler: str) -> None:
-    """Compile the fake driver libraries into a folder."""
     for source, library in LIBRARIES.items():
         command = [compiler, "-std=c11", "-D_DEFAULT_SOURCE", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC"]
         command += [f"-Wl,-soname,{library}", "-o", str(folder / library), str(SOURCES / source)]
@@ -54,7 +53,6 @@ def compile_into(folder: Path, compiler: str) -> None:
 
 
 def join_numbers(values: Sequence[Any] | None) -> str | None:
-    """Return numbers as text separated by commas, or None for None."""
     return None if values is None else ",".join(map(str, values))
 
 
@@ -74,11 +72,9 @@ class Drivers:
     folder: Path
 
     def run(self, command: Sequence[str | Path], settings: Mapping[str, str], *, without: Sequence[str] = ()) -> str:
-        """Run a program on the fake machine, without this process's own variables.
+        """Run a program on the fake machine, without this process's own variables, and return its output.
 
-        :param settings: variables of the machine
         :param without: source files of the libraries that cannot be loaded on the machine
-        :return: its standard output
         """
         environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
         environ["LD_LIBRARY_PATH"] = str(self._folder_without(without))
@@ -88,18 +84,11 @@ class Drivers:
         assert done.returncode == 0, f"exit {done.returncode}:\n{done.stderr}"
         return done.stdout
 
-    def python(self, code: str, settings: Mapping[str, str], *, without: Sequence[str] = ()) -> str:
-        """Run code in a new Python on the fake machine, and return its output."""
-        return self.run([sys.executable, "-W", "error", "-c", code], settings, without=without).strip()
-
-    def unpickle(self, code: str, settings: Mapping[str, str], *, without: Sequence[str] = ()) -> Inventory:
-        """Return the inventory that code such as ``INVENTORY`` prints in a new process on the fake machine."""
-        inventory: Inventory = pickle.loads(bytes.fromhex(self.python(code, settings, without=without).split()[-1]))
+    def inventory(self, settings: Mapping[str, str], *, setup: str = "", without: Sequence[str] = ()) -> Inventory:
+        """Return the inventory that a new process reads on the fake machine, after it has run the code ``setup``."""
+        printed = self.run([sys.executable, "-W", "error", "-c", setup + _INVENTORY], settings, without=without)
+        inventory: Inventory = pickle.loads(bytes.fromhex(printed.split()[-1]))
         return inventory
-
-    def inventory(self, settings: Mapping[str, str], *, without: Sequence[str] = ()) -> Inventory:
-        """Return the inventory that a new process reads on the fake machine."""
-        return self.unpickle(INVENTORY, settings, without=without)
 
     def _folder_without(self, sources: Sequence[str]) -> Path:
         """Create a folder in which some libraries are empty files, so that the machine's own are not found instead."""
