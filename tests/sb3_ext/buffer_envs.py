@@ -1,8 +1,9 @@
-"""Small environments, and comparisons of compressed buffers with SB3's."""
-
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import operator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,10 +14,11 @@ from sb3_contrib.common.maskable import buffers as maskable
 from sb3_contrib.common.recurrent import buffers as recurrent
 from stable_baselines3 import HerReplayBuffer
 from stable_baselines3.common import buffers
-from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecTransposeImage
 
 import sb3_ext
+from rl_ext_core.vector.array_frameworks import map_arrays
 from sb3_ext import contrib
 from tests.sb3_ext.vec_checks import assert_equal
 
@@ -147,34 +149,20 @@ def make_reach_vec_env(n_envs: int = 2, **options: Any) -> VecEnv:
     return make_stacked_vec_env(lambda: Reach(**options), n_envs, 1, False)
 
 
+LAST = "terminal_observation"
 Transition = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]
-
-
-def _copy_observation(obs: Any) -> Any:
-    """Copy an array, or a dict of arrays, in the same memory order."""
-    return {key: part.copy(order="K") for key, part in obs.items()} if isinstance(obs, dict) else obs.copy(order="K")
-
-
-def _replace_observation(obs: Any, env: int, other: Any) -> None:
-    for key in obs if isinstance(obs, dict) else [None]:
-        target, value = (obs, other) if key is None else (obs[key], other[key])
-        target[env] = value
 
 
 def collect_transitions(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[Transition]:
     """Return transitions as ``OffPolicyAlgorithm._store_transition`` passes them to a buffer."""
-    rng = np.random.default_rng(seed)
+    venv.action_space.seed(seed)
     found, before = [], venv.reset()
     for _ in range(n_steps):
-        if isinstance(venv.action_space, spaces.Discrete):
-            action = rng.integers(venv.action_space.n, size=venv.num_envs)
-        else:
-            action = rng.uniform(-1, 1, size=(venv.num_envs, *venv.action_space.shape)).astype(np.float32)
+        action = sample_batch(venv.action_space, venv.num_envs)
         after, reward, done, infos = venv.step(action)
-        seen = _copy_observation(after)
-        for env, info in enumerate(infos):
-            if done[env]:
-                _replace_observation(seen, env, info["terminal_observation"])
+        seen = map_arrays(lambda part: part.copy(order="K"), after)
+        for env in np.flatnonzero(done):
+            map_arrays(lambda part, last, env=env: operator.setitem(part, env, last), seen, infos[env][LAST])
         found.append((before, seen, action, reward, done, infos))
         before = after
     return found
@@ -304,10 +292,40 @@ def make_buffers_for(kind: str, rows: int, venv: VecEnv, **options: Any) -> tupl
     return make_buffers(kind, rows * venv.num_envs, venv.observation_space, venv.action_space, venv.num_envs, **options)
 
 
+@contextlib.contextmanager
+def repeating_in_thread(function: Callable[[], Any]) -> Iterator[None]:
+    """Call a function again and again in another thread."""
+    stop = threading.Event()
+
+    def repeat() -> None:
+        while not stop.is_set():
+            function()
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
 def call_in_thread(function: Callable[[], None]) -> None:
     """Call a function in another thread, raise its error here, and fail if it does not end."""
     with ThreadPoolExecutor(1) as executor:
         executor.submit(function).result(timeout=60)
+
+
+class LogRows(KVWriter):
+    """Output of SB3's logger that keeps each row."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def write(self, key_values: dict[str, Any], *_: Any) -> None:
+        self.rows.append(dict(key_values))
+
+    def close(self) -> None: ...
 
 
 def without_logger(model: Any) -> Any:

@@ -1,5 +1,3 @@
-"""Random sequences of replay buffer calls, compared with Stable Baselines3's buffer after every call."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""``buffer.observations`` reads like the array of SB3's buffers."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Compressed replay buffers return the bits of Stable Baselines3's buffers, and refuse invalid transitions."""
-
 from __future__ import annotations
 
 import itertools
@@ -7,6 +5,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from tests.sb3_ext.buffer_envs import (
     make_reach_vec_env,
 )
 from tests.sb3_ext.test_rollout_buffers import fill_rollouts, make_rollout_buffers
+from tests.sb3_ext.vec_checks import assert_equal
 
 GREY = spaces.Box(0, 255, (4, 12, 11), np.uint8)
 ACTIONS = spaces.Discrete(5)
@@ -113,11 +113,7 @@ def test_transition_that_does_not_fit_into_memory_leaves_the_buffer_unchanged(mo
         ({"buffer_size": 0}, SHAPE, "buffer_size=0 must be at least 1"),
         ({"codec": "zstd"}, SHAPE, "codec='zstd' is unknown; expected one of 'patch', 'raw', 'jpeg'"),
         ({"n_stack": 3}, SHAPE, r"n_stack=3 does not divide the 4 channels.*\[1, 2, 4\]"),
-        (
-            {"buffer_size": 1e6},
-            TYPE,
-            "buffer_size=1000000.0 must be .*, for example buffer_size=1_000_000$",
-        ),
+        ({"buffer_size": 1e6}, TYPE, "buffer_size=1000000.0 must be .*, for example buffer_size=1_000_000$"),
         ({"max_bytes": 1000}, SHAPE, "max_bytes=1,000 is too little"),
         ({"buffer_size": 10**6, "max_bytes": 2 * 10**7}, SHAPE, "too little for 1,000,000 x 1 transitions"),
         ({"observation_space": spaces.Dict({"camera": GREY})}, TYPE, r"a Dict of \['camera'\]"),
@@ -137,9 +133,8 @@ def test_forked_child_can_sample_if_thread_held_lock_at_fork() -> None:
     image = np.zeros((1, *GREY.shape), np.uint8)
     buffer.add(image, image, np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
     lock, inside = buffer._observations.lock, threading.Event()
-    within = [
-        make_fork_safe_lock() for _ in range(30)
-    ]  # like the locks of stores: a forking thread must not hold one and wait for the buffer's
+    # Like the locks of stores: a forking thread must not hold one and wait for the buffer's.
+    within = [make_fork_safe_lock() for _ in range(30)]
 
     def hold_locks() -> None:
         """Hold the buffer's lock for a while, then take the inner locks."""
@@ -165,11 +160,7 @@ def test_options_can_differ_between_keys_of_dict_space() -> None:
     assert buffer.codec == {"left": "raw", "right": "jpeg", "speed": "raw"}
     assert buffer.n_stack == {"left": 4, "right": 4, "speed": 1}
     for wrong, error, text in (
-        (
-            {"codec": {"front": "raw"}},
-            SHAPE,
-            r"codec is given for \['front'\].*\['left', 'right', 'speed'\]",
-        ),
+        ({"codec": {"front": "raw"}}, SHAPE, r"codec is given for \['front'\].*\['left', 'right', 'speed'\]"),
         ({"quality": {"left": 80}}, SHAPE, "key 'left': quality=80 is for codec='jpeg' only"),
         ({"n_stack": {"left": 7}}, SHAPE, "key 'left': n_stack=7 does not divide the 4 channels"),
         ({"n_stack": {"left": "4"}}, TYPE, "key 'left': n_stack='4' must be a whole number"),
@@ -286,35 +277,27 @@ def make_miscast_batch(space: spaces.Space[Any], rng: np.random.Generator) -> An
 @pytest.mark.parametrize("kind", [*REPLAY, *(f"{kind} rollout" for kind in ROLLOUT)])
 def test_observations_of_other_dtypes_are_cast_as_in_sb3_with_one_warning(kind: str) -> None:
     space = GOALS if "dict" in kind or kind == "hindsight" else PLACE if "maskable" in kind else IMAGE
-    if kind in REPLAY:
-        ours, theirs = make_buffers(
-            kind, ROWS * N_ENVS, space, THREE_ACTIONS, **({"env": None} if kind == "hindsight" else {})
-        )
-    else:
-        ours, theirs = make_rollout_buffers(kind.removesuffix(" rollout"), ROWS, space)
     rng = np.random.default_rng(0)
     observations = [make_miscast_batch(space, rng) for _ in range(ROWS + 1)]
-
-    def add_observations(buffer: Any) -> None:
-        if kind not in REPLAY:
-            fill_rollouts((buffer,), observations[:-1])
-            return
-        for obs, next_obs in itertools.pairwise(observations):
-            buffer.add(dict(obs) if isinstance(obs, dict) else obs, next_obs, *REST)
-
-    add_observations(theirs)
+    if kind in REPLAY:
+        own = {"env": None} if kind == "hindsight" else {}
+        buffers = make_buffers(kind, ROWS * N_ENVS, space, THREE_ACTIONS, **own)
+        add: Any = partial(add_all, transitions=[(*pair, *REST) for pair in itertools.pairwise(observations)])
+    else:
+        buffers = make_rollout_buffers(kind.removesuffix(" rollout"), ROWS, space)
+        add = partial(fill_rollouts, observations=observations[:-1])
+    add(buffers[1:])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        add_observations(ours)
-    for name in ("observations", "next_observations"):
-        left, right = (getattr(buffer, name, {}) for buffer in (ours, theirs))
-        for key in right if isinstance(space, spaces.Dict) else [...]:
-            pair = (left, right) if key is ... else (left[key], right[key])
-            np.testing.assert_array_equal(np.asarray(pair[0]), pair[1], strict=True)
-    keys = list(space) if isinstance(space, spaces.Dict) else [""]
-    for key, warning in zip(keys, caught, strict=True):  # one warning per key
+        add(buffers[:1])
+    for name in ("observations", "next_observations") if kind in REPLAY else ("observations",):
+        found, expected = (getattr(buffer, name) for buffer in buffers)
+        found = {key: np.asarray(part) for key, part in found.items()} if isinstance(found, dict) else np.asarray(found)
+        assert_equal(found, expected)
+    names = [f"obs[{key!r}]" for key in space] if isinstance(space, spaces.Dict) else ["obs"]
+    for name, warning in zip(names, caught, strict=True):
         text = str(warning.message)
-        assert text.startswith(f"obs[{key!r}] has dtype " if key else "obs has dtype ")
+        assert text.startswith(f"{name} has dtype ")
         assert "float64, but the observation space has float32" in text or "int64, but the observation space" in text
 
 

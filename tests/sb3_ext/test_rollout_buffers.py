@@ -1,5 +1,3 @@
-"""Compressed rollout buffers, also those for sb3-contrib, return the bits of the original buffers."""
-
 from __future__ import annotations
 
 import copy
