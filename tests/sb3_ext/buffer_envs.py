@@ -23,21 +23,27 @@ from sb3_ext import contrib
 from tests.sb3_ext.vec_checks import assert_equal
 
 
-class Sprite(gym.Env[np.ndarray, int]):
+class Sprite(gym.Env[Any, int]):
     """Environment with a square that actions move; it terminates or is truncated after a few steps.
 
     :param channels: 1 for gray, 3 for RGB
     :param size: height and width in pixels
     :param still: whether frames change little; else they are noise
+    :param as_dict: whether observations are a dict of the image and a vector of position and step
     """
 
-    def __init__(self, channels: int = 1, size: int = 36, *, still: bool = True) -> None:
-        self.observation_space = spaces.Box(0, 255, (size, size, channels), np.uint8)
+    def __init__(self, channels: int = 1, size: int = 36, *, still: bool = True, as_dict: bool = False) -> None:
+        image, place = spaces.Box(0, 255, (size, size, channels), np.uint8), spaces.Box(-np.inf, np.inf, (2,))
+        self.observation_space = spaces.Dict(image=image, place=place) if as_dict else image
         self.action_space = spaces.Discrete(3)
-        self._still = still
+        self._still, self._as_dict = still, as_dict
         self._background = np.random.default_rng(1).integers(100, size=(size, size, channels), dtype=np.uint8)
 
-    def _observe(self) -> np.ndarray:
+    def _observe(self) -> Any:
+        image = self._draw()
+        return {"image": image, "place": np.float32([self._place, self._steps])} if self._as_dict else image
+
+    def _draw(self) -> np.ndarray:
         if not self._still:
             return self.np_random.integers(256, size=self._background.shape, dtype=np.uint8)
         frame = self._background.copy()
@@ -45,12 +51,12 @@ class Sprite(gym.Env[np.ndarray, int]):
         frame[at : at + 5, 10:15] = 200 + self._steps % 50
         return frame
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]:
         super().reset(seed=seed)
         self._place, self._steps = int(self.np_random.integers(20)), 0
         return self._observe(), {}
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict]:
         self._place += round(float(np.sum(action))) - 1
         self._steps += 1
         terminated = bool(self.np_random.random() < 0.08)
@@ -74,32 +80,9 @@ def image_env(
     return make_stacked_vec_env(lambda: Sprite(channels, still=still), n_envs, n_stack, first)
 
 
-def dict_env(n_envs: int = 2, *, continuous: bool = False) -> VecEnv:
+def dict_env() -> VecEnv:
     """Return environments with stacked dict observations: an image and a vector."""
-    return make_stacked_vec_env(lambda: Camera(Sprite(), continuous=continuous), n_envs, 4, True)
-
-
-class Camera(gym.Wrapper[dict[str, np.ndarray], int, np.ndarray, int]):
-    """Wrapper that returns :class:`Sprite`'s image in a dict, with a vector of position and step."""
-
-    def __init__(self, env: Sprite, *, continuous: bool = False) -> None:
-        super().__init__(env)
-        if continuous:
-            self.action_space = spaces.Box(-1, 1, (2,), np.float32)
-        self.observation_space = spaces.Dict(
-            image=env.observation_space, place=spaces.Box(-np.inf, np.inf, (2,), np.float32)
-        )
-
-    def _with_vector(self, image: np.ndarray) -> dict[str, np.ndarray]:
-        env: Any = self.unwrapped
-        return {"image": image, "place": np.array([env._place, env._steps], dtype=np.float32)}
-
-    def reset(self, **options: Any) -> tuple[dict[str, np.ndarray], dict]:
-        return self._with_vector(super().reset(**options)[0]), {}
-
-    def step(self, action: int) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
-        image, *rest = super().step(round(float(np.sum(action))) if np.ndim(action) else action)
-        return self._with_vector(image), *rest
+    return make_stacked_vec_env(lambda: Sprite(as_dict=True), 2, 4, True)
 
 
 class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):

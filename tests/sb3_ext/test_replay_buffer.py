@@ -17,20 +17,17 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from rl_ext_core._system import make_fork_safe_lock
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames import planning
-from rl_ext_core.frames.log import FrameLog
 from sb3_ext import CompressedDictReplayBuffer, CompressedReplayBuffer, replay_buffers
 from tests.forks import result_in_fork
 from tests.sb3_ext.buffer_envs import (
     REPLAY,
     ROLLOUT,
-    Camera,
     Sprite,
     add_all,
     assert_same,
     collect_transitions,
-    dict_env,
     image_env,
     make_buffers,
     make_buffers_for,
@@ -57,7 +54,7 @@ def test_images_of_wrappers_are_stored_as_stacks(channels: int, first: bool) -> 
 NORMALIZED: dict[str, Callable[[], VecNormalize]] = {
     "plain": lambda: VecNormalize(make_vec_env("Pendulum-v1", 2, seed=0)),
     "rewards": lambda: VecNormalize(make_vec_env("Pendulum-v1", 2, seed=0), norm_obs=False),
-    "dict": lambda: VecNormalize(DummyVecEnv([lambda: Camera(Sprite())] * 2), norm_obs_keys=["place"]),
+    "dict": lambda: VecNormalize(DummyVecEnv([lambda: Sprite(as_dict=True)] * 2), norm_obs_keys=["place"]),
     "hindsight": lambda: VecNormalize(make_reach_vec_env(), norm_obs_keys=["achieved_goal", "desired_goal"]),
 }
 
@@ -85,26 +82,6 @@ def test_position_cannot_be_set(name: str, value: Any) -> None:
     buffer = make_buffers("plain", 40, GREY, ACTIONS)[0]
     with pytest.raises(InvalidArgumentError, match=rf"{name} cannot be set to {value}. Use add\(\) or reset\(\)"):
         setattr(buffer, name, value)
-
-
-def test_transition_that_does_not_fit_into_memory_leaves_the_buffer_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    venv = dict_env()
-    buffers = make_buffers_for("dict", 40, venv)
-    add_all(buffers, collect_transitions(venv, 60))
-
-    def raise_out_of_memory(*_: Any, **__: Any) -> Any:
-        raise OutOfMemoryError("no memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FrameLog, "_new_segment", raise_out_of_memory)
-        for transition in collect_transitions(venv, 1000, seed=5):
-            try:
-                add_all(buffers, [transition])
-            except OutOfMemoryError:
-                break
-    assert_same(*buffers)
-    add_all(buffers, collect_transitions(venv, 30, seed=2))
-    assert_same(*buffers)
 
 
 @pytest.mark.parametrize(

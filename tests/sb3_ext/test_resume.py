@@ -128,7 +128,6 @@ def state_of(model: Any) -> dict[str, Any]:
     return state
 
 
-BOTH_MONITORS = pytest.mark.filterwarnings("ignore:The environment is already wrapped with a `Monitor`:UserWarning")
 SMALL = {"net_arch": [8]}
 OFF = {"learning_starts": 40, "buffer_size": 90, "batch_size": 8, "policy_kwargs": SMALL}
 ON = {"n_steps": 16, "policy_kwargs": SMALL}
@@ -262,7 +261,7 @@ def test_environment_that_draws_from_its_action_space(kind: Any, tmp_path: Path)
         env.close()
 
 
-@BOTH_MONITORS
+@pytest.mark.filterwarnings("ignore:The environment is already wrapped with a `Monitor`:UserWarning")
 def test_wrappers_files_and_callbacks_continue(tmp_path: Path) -> None:
     def build(name: str) -> Any:
         env = DummyVecEnv([lambda: Monitor(gymnasium.make("CartPole-v1"), str(tmp_path / name))])

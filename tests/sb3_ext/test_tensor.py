@@ -70,10 +70,10 @@ def make_model(name: str, module: Any = tensor, env: Any = None, *, normalized: 
 
 
 def assert_equal_weights(model: Any, other: Any) -> None:
-    for (name, weights), others in zip(
-        model.policy.state_dict().items(), other.policy.state_dict().values(), strict=True
-    ):
-        assert torch.equal(weights, others), name
+    expected = other.policy.state_dict()
+    assert model.policy.state_dict().keys() == expected.keys()
+    for name, weights in model.policy.state_dict().items():
+        assert torch.equal(weights, expected[name]), name
 
 
 def train_both(name: str, steps: int, make: Callable[[Any], Any] | None = None, **options: Any) -> tuple[Any, Any]:
@@ -280,10 +280,8 @@ def test_statistics_of_other_dtypes_are_those_of_vec_normalize(dtype: Any, scale
             kind = torch.from_numpy(np.zeros(0, dtype)).dtype
             return (super()._observe() * scale).abs().clamp(0, 255 * scale).to(kind)
 
-    envs = [
-        TensorVecNormalize(GymVecEnv(Cast(dtype), tensors=True)),
-        VecNormalize(GymVecEnv(Cast(np.float32 if dtype == np.float16 else dtype))),
-    ]
+    other = np.float32 if dtype == np.float16 else dtype
+    envs = TensorVecNormalize(GymVecEnv(Cast(dtype), tensors=True)), VecNormalize(GymVecEnv(Cast(other)))
     for env in envs:
         env.seed(0)
         env.reset()
@@ -465,11 +463,9 @@ def test_lost_last_observations_are_reported_at_the_log() -> None:
     with pytest.raises(EnvironmentOutputError, match="compute_final_obs"):
         make_model("PPO", env=env).learn(64)
     env.reset()
-    infos: Any = None
-    for _ in range(3):
-        infos = env.step(torch.zeros(4, 2))[3]
+    steps = [env.step(torch.zeros(4, 2)) for _ in range(3)]
     with pytest.raises(EnvironmentOutputError, match="compute_final_obs"):
-        infos[0]
+        steps[-1][3][0]
 
 
 # -- refusals
@@ -613,13 +609,8 @@ class Watch(BaseCallback):
 @pytest.mark.parametrize("name", ["PPO", "SAC"])
 def test_callbacks_of_sb3_work(name: str, tmp_path: Path) -> None:
     model = make_model(name, normalized=True)
-    evaluation = EvalCallback(
-        VecNormalize(make_env(False), training=False),
-        eval_freq=15,
-        n_eval_episodes=2,
-        best_model_save_path=str(tmp_path),
-        verbose=0,
-    )
+    options: Any = {"eval_freq": 15, "n_eval_episodes": 2, "best_model_save_path": str(tmp_path), "verbose": 0}
+    evaluation = EvalCallback(VecNormalize(make_env(False), training=False), **options)
     saving = CheckpointCallback(20, str(tmp_path), save_replay_buffer=True, save_vecnormalize=True)
     watch = Watch()
     model.learn(2000, [evaluation, saving, watch, StopTrainingOnMaxEpisodes(1000)], progress_bar=True)
@@ -773,6 +764,6 @@ def test_a_step_with_arrays_returns_those_of_gym_vec_env() -> None:
 def test_predict_accepts_arrays_and_tensors() -> None:
     model = make_model("SAC", as_dict=True)
     observation = {key: torch.ones(4, 4) for key in ("position", "velocity")}
-    found, _ = model.predict(observation, deterministic=True)
-    expected, _ = model.predict({key: part.numpy() for key, part in observation.items()}, deterministic=True)
+    arrays = {key: part.numpy() for key, part in observation.items()}
+    found, expected = (model.predict(each, deterministic=True)[0] for each in (observation, arrays))
     np.testing.assert_array_equal(found, expected)
