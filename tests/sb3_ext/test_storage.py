@@ -312,11 +312,15 @@ def test_file_of_sb3s_buffer_is_refused(tmp_path: Path) -> None:
         CompressedReplayBuffer.load(tmp_path / "buffer.pkl")
 
 
-def test_unknown_format_version_is_refused(tmp_path: Path) -> None:
+def test_states_of_other_versions_and_damaged_ones_are_refused() -> None:
     state = make_small_buffers()[0].__getstate__()
-    for version in (2, None):
-        with pytest.raises(CorruptFileError, match=f"has format {version}, but this version reads 1; use the version"):
-            CompressedReplayBuffer.__new__(CompressedReplayBuffer).__setstate__({**state, "format": version})
+    for changed, text in (
+        ({"format": 2}, "has format 2, but this version reads 1; use the version"),
+        ({"format": None}, "has format None, but this version reads 1; use the version"),
+        ({"attributes": state["attributes"] ^ 1}, "is damaged: its checksum does not match its contents"),
+    ):
+        with pytest.raises(CorruptFileError, match=text):
+            CompressedReplayBuffer.__new__(CompressedReplayBuffer).__setstate__({**state, **changed})
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
