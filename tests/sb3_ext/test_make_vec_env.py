@@ -143,22 +143,6 @@ def test_instances_and_factories_are_copied() -> None:
         assert_equal(roll_out(make_vec_env(source, 2, seed=1, isolation="process")), theirs)
 
 
-def make_changed_cart_pole() -> gym.Env[Any, Any]:
-    env = gym.make("CartPole-v1", max_episode_steps=20)
-    env.unwrapped.gravity = 5.0  # type: ignore[attr-defined]
-    return env
-
-
-def test_worker_copies_have_attributes_of_instance_and_overrides() -> None:
-    env = make_changed_cart_pole()
-    env.reset(seed=0)
-    factories = as_factory(env).for_workers(2, overrides=[{"gravity": 1.0}, {"length": 2.0}])
-    venv = SubprocVecEnv(factories, start_method="fork")
-    assert (venv.get_attr("gravity"), venv.get_attr("length")) == ([1.0, 5.0], [0.5, 2.0])
-    venv.close()
-    env.step(0)
-
-
 def test_seeds_make_all_streams_reproducible() -> None:
     def draws(seed: int | None) -> list[Any]:
         venv = make_vec_env(RandomEnv, 2, seed=seed, **OURS["processes"])

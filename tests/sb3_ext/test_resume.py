@@ -294,19 +294,6 @@ def test_wrappers_files_and_callbacks_continue(tmp_path: Path) -> None:
         env.close()
 
 
-def test_resume_callback_uses_the_recorders_of_make_vec_env(tmp_path: Path) -> None:
-    def build_env() -> Any:
-        return make_vec_env("CartPole-v1", 2, 3, isolation="in-process", wrapper_class=Masked)
-
-    env = build_env()
-    recorders = list(env.envs)
-    env.set_attr("name", "of the wrapper")
-    ppo(env).learn(96, callback=ResumeCallback(tmp_path, 32))
-    assert env.envs == recorders
-    model = resume(tmp_path, build_env())
-    assert model.get_env().get_attr("name") == ["of the wrapper"] * 2
-
-
 @pytest.mark.parametrize(
     ("cls", "buffer_class", "kind"),
     [
