@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -277,18 +278,20 @@ def make_buffers_for(kind: str, rows: int, venv: VecEnv, **options: Any) -> tupl
 
 @contextlib.contextmanager
 def repeating_in_thread(function: Callable[[], Any]) -> Iterator[None]:
-    """Call a function again and again in another thread."""
-    stop = threading.Event()
+    """Call a function again and again in another thread, with frequent switches between threads."""
+    stop, interval = threading.Event(), sys.getswitchinterval()
 
     def repeat() -> None:
         while not stop.is_set():
             function()
 
     thread = threading.Thread(target=repeat)
+    sys.setswitchinterval(1e-6)
     thread.start()
     try:
         yield
     finally:
+        sys.setswitchinterval(interval)
         stop.set()
         thread.join()
 
