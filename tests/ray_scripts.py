@@ -40,7 +40,7 @@ def run_ray_script(arguments: list[str], root: Path, *, limit_s: float) -> str:
                 psutil.wait_procs(processes)
         errors.seek(0)
         error_text = errors.read()
-    assert script.returncode == 0, error_text
+    assert script.returncode == 0, output + error_text
     assert processes == []
     assert "leaked" not in error_text
     assert os.listdir(folders["TMPDIR"]) == []

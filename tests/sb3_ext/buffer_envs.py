@@ -1,8 +1,10 @@
-"""Small environments, and comparisons of compressed buffers with SB3's."""
-
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,29 +15,36 @@ from sb3_contrib.common.maskable import buffers as maskable
 from sb3_contrib.common.recurrent import buffers as recurrent
 from stable_baselines3 import HerReplayBuffer
 from stable_baselines3.common import buffers
-from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecTransposeImage
 
 import sb3_ext
+from rl_ext_core.vector.array_frameworks import map_arrays
 from sb3_ext import contrib
 from tests.sb3_ext.vec_checks import assert_equal
 
 
-class Sprite(gym.Env[np.ndarray, int]):
+class Sprite(gym.Env[Any, int]):
     """Environment with a square that actions move; it terminates or is truncated after a few steps.
 
     :param channels: 1 for gray, 3 for RGB
     :param size: height and width in pixels
     :param still: whether frames change little; else they are noise
+    :param as_dict: whether observations are a dict of the image and a vector of position and step
     """
 
-    def __init__(self, channels: int = 1, size: int = 36, *, still: bool = True) -> None:
-        self.observation_space = spaces.Box(0, 255, (size, size, channels), np.uint8)
+    def __init__(self, channels: int = 1, size: int = 36, *, still: bool = True, as_dict: bool = False) -> None:
+        image, place = spaces.Box(0, 255, (size, size, channels), np.uint8), spaces.Box(-np.inf, np.inf, (2,))
+        self.observation_space = spaces.Dict(image=image, place=place) if as_dict else image
         self.action_space = spaces.Discrete(3)
-        self._still = still
+        self._still, self._as_dict = still, as_dict
         self._background = np.random.default_rng(1).integers(100, size=(size, size, channels), dtype=np.uint8)
 
-    def _observe(self) -> np.ndarray:
+    def _observe(self) -> Any:
+        image = self._draw()
+        return {"image": image, "place": np.float32([self._place, self._steps])} if self._as_dict else image
+
+    def _draw(self) -> np.ndarray:
         if not self._still:
             return self.np_random.integers(256, size=self._background.shape, dtype=np.uint8)
         frame = self._background.copy()
@@ -43,12 +52,12 @@ class Sprite(gym.Env[np.ndarray, int]):
         frame[at : at + 5, 10:15] = 200 + self._steps % 50
         return frame
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]:
         super().reset(seed=seed)
         self._place, self._steps = int(self.np_random.integers(20)), 0
         return self._observe(), {}
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict]:
         self._place += round(float(np.sum(action))) - 1
         self._steps += 1
         terminated = bool(self.np_random.random() < 0.08)
@@ -72,32 +81,9 @@ def image_env(
     return make_stacked_vec_env(lambda: Sprite(channels, still=still), n_envs, n_stack, first)
 
 
-def dict_env(n_envs: int = 2, *, continuous: bool = False) -> VecEnv:
+def dict_env() -> VecEnv:
     """Return environments with stacked dict observations: an image and a vector."""
-    return make_stacked_vec_env(lambda: Camera(Sprite(), continuous=continuous), n_envs, 4, True)
-
-
-class Camera(gym.Wrapper[dict[str, np.ndarray], int, np.ndarray, int]):
-    """Wrapper that returns :class:`Sprite`'s image in a dict, with a vector of position and step."""
-
-    def __init__(self, env: Sprite, *, continuous: bool = False) -> None:
-        super().__init__(env)
-        if continuous:
-            self.action_space = spaces.Box(-1, 1, (2,), np.float32)
-        self.observation_space = spaces.Dict(
-            image=env.observation_space, place=spaces.Box(-np.inf, np.inf, (2,), np.float32)
-        )
-
-    def _with_vector(self, image: np.ndarray) -> dict[str, np.ndarray]:
-        env: Any = self.unwrapped
-        return {"image": image, "place": np.array([env._place, env._steps], dtype=np.float32)}
-
-    def reset(self, **options: Any) -> tuple[dict[str, np.ndarray], dict]:
-        return self._with_vector(super().reset(**options)[0]), {}
-
-    def step(self, action: int) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
-        image, *rest = super().step(round(float(np.sum(action))) if np.ndim(action) else action)
-        return self._with_vector(image), *rest
+    return make_stacked_vec_env(lambda: Sprite(as_dict=True), 2, 4, True)
 
 
 class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
@@ -147,34 +133,20 @@ def make_reach_vec_env(n_envs: int = 2, **options: Any) -> VecEnv:
     return make_stacked_vec_env(lambda: Reach(**options), n_envs, 1, False)
 
 
+LAST = "terminal_observation"
 Transition = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]
-
-
-def _copy_observation(obs: Any) -> Any:
-    """Copy an array, or a dict of arrays, in the same memory order."""
-    return {key: part.copy(order="K") for key, part in obs.items()} if isinstance(obs, dict) else obs.copy(order="K")
-
-
-def _replace_observation(obs: Any, env: int, other: Any) -> None:
-    for key in obs if isinstance(obs, dict) else [None]:
-        target, value = (obs, other) if key is None else (obs[key], other[key])
-        target[env] = value
 
 
 def collect_transitions(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[Transition]:
     """Return transitions as ``OffPolicyAlgorithm._store_transition`` passes them to a buffer."""
-    rng = np.random.default_rng(seed)
+    venv.action_space.seed(seed)
     found, before = [], venv.reset()
     for _ in range(n_steps):
-        if isinstance(venv.action_space, spaces.Discrete):
-            action = rng.integers(venv.action_space.n, size=venv.num_envs)
-        else:
-            action = rng.uniform(-1, 1, size=(venv.num_envs, *venv.action_space.shape)).astype(np.float32)
+        action = sample_batch(venv.action_space, venv.num_envs)
         after, reward, done, infos = venv.step(action)
-        seen = _copy_observation(after)
-        for env, info in enumerate(infos):
-            if done[env]:
-                _replace_observation(seen, env, info["terminal_observation"])
+        seen = map_arrays(lambda part: part.copy(order="K"), after)
+        for env in np.flatnonzero(done):
+            map_arrays(lambda part, last, env=env: operator.setitem(part, env, last), seen, infos[env][LAST])
         found.append((before, seen, action, reward, done, infos))
         before = after
     return found
@@ -304,10 +276,42 @@ def make_buffers_for(kind: str, rows: int, venv: VecEnv, **options: Any) -> tupl
     return make_buffers(kind, rows * venv.num_envs, venv.observation_space, venv.action_space, venv.num_envs, **options)
 
 
+@contextlib.contextmanager
+def repeating_in_thread(function: Callable[[], Any]) -> Iterator[None]:
+    """Call a function again and again in another thread, with frequent switches between threads."""
+    stop, interval = threading.Event(), sys.getswitchinterval()
+
+    def repeat() -> None:
+        while not stop.is_set():
+            function()
+
+    thread = threading.Thread(target=repeat)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()
+
+
 def call_in_thread(function: Callable[[], None]) -> None:
     """Call a function in another thread, raise its error here, and fail if it does not end."""
     with ThreadPoolExecutor(1) as executor:
         executor.submit(function).result(timeout=60)
+
+
+class LogRows(KVWriter):
+    """Output of SB3's logger that keeps each row."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def write(self, key_values: dict[str, Any], *_: Any) -> None:
+        self.rows.append(dict(key_values))
+
+    def close(self) -> None: ...
 
 
 def without_logger(model: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Checks of ``RayVecEnv`` that ``test_ray_vec_env`` runs in a separate process: ``python ray_checks.py FOLDER``.
+"""Tests of ``RayVecEnv``, which ``test_ray_vec_env`` runs in a separate process.
 
-Ray stores its files in FOLDER. The output is JSON: per check, the traceback of its failure or an empty string.
+Ray stores its files in the folder that the variable ``RAY`` names.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import sys
+import os
 import time
-import traceback
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium as gym
@@ -28,14 +26,23 @@ from tests.environments import Counting, Failing, RandomEnv
 from tests.interrupts import interrupt_everywhere
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, rollout
 
-Check = Callable[[], None]
-CHECKS: dict[str, Check] = {}
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Start a cluster, stop it at the end, and wait before that until all actors have ended."""
+    start_ray()
+    yield
+    end = time.monotonic() + 120
+    while left := actor_processes():
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+    ray.shutdown()
 
 
-def register_check(function: Check) -> Check:
-    """Add a function to ``CHECKS`` under its name, and return it."""
-    CHECKS[function.__name__] = function
-    return function
+def start_ray() -> None:
+    """Start a local Ray cluster with four CPUs."""
+    options = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 2**27, "log_to_driver": False}
+    ray.init("local", _temp_dir=os.environ["RAY"], **options)
 
 
 def actor_processes() -> list[psutil.Process]:
@@ -47,8 +54,14 @@ def actor_processes() -> list[psutil.Process]:
     return found
 
 
-def compare_with_subproc(build: Any, n_workers: int | None) -> None:
-    """Check that RayVecEnv returns the same results as SubprocVecEnv."""
+@pytest.mark.parametrize(
+    ("build", "n_workers"),
+    [
+        (functools.partial(RandomEnv, "Dict", "Box", "float32"), 2),
+        (functools.partial(RandomEnv, "Tuple", "Tuple", "large int"), None),
+    ],
+)
+def test_results_equal_those_of_subproc_vec_env(build: Any, n_workers: int | None) -> None:
     space = build().action_space
     space.seed(0)
     actions = [action_of(space, 3) for _ in range(25)]
@@ -61,16 +74,7 @@ def compare_with_subproc(build: Any, n_workers: int | None) -> None:
     theirs.close()
 
 
-for name, build, n_workers in (
-    ("dicts_are_as_sb3s", functools.partial(RandomEnv, "Dict", "Box", "float32"), 2),
-    ("tuples_are_as_sb3s", functools.partial(RandomEnv, "Tuple", "Tuple", "large int"), None),
-):
-    CHECKS[name] = functools.partial(compare_with_subproc, build, n_workers)
-
-
-@register_check
-def methods_reach_the_environments() -> None:
-    """Check that attributes and methods of the environments in actors can be used."""
+def test_methods_reach_the_environments() -> None:
     venv = RayVecEnv([RandomEnv] * 3, n_workers=2)
     venv.set_attr("label", "other", 1)
     assert venv.get_attr("label", indices=[2, 1]) == ["drawn", "other"]
@@ -87,9 +91,7 @@ def methods_reach_the_environments() -> None:
         venv.reset()
 
 
-@register_check
-def instances_and_make_vec_env_work_with_ray() -> None:
-    """Check copies of a changed instance, and make_vec_env."""
+def test_instances_and_make_vec_env_work_with_ray() -> None:
     changed = gym.make("CartPole-v1")
     changed.unwrapped.gravity = 3.5  # type: ignore[attr-defined]
     venv = RayVecEnv([as_factory(changed)] * 2)
@@ -127,8 +129,7 @@ def assert_fails(when: str, how: str, said: str, phase: str, **options: Any) -> 
     return caught.value
 
 
-@register_check
-def exceptions_raise_worker_errors() -> None:
+def test_exceptions_raise_worker_errors() -> None:
     for phase in ("constructor", "reset", "step", "close"):
         error = assert_fails(phase, "raise", "environment 1 of 3.*ValueError.'the rope has snapped'", phase)
         assert isinstance(error.__cause__, ValueError)
@@ -138,8 +139,7 @@ def exceptions_raise_worker_errors() -> None:
     assert assert_fails("step", "sys.exit", "SystemExit", "step").kind == "exception"
 
 
-@register_check
-def deaths_of_actors_raise_worker_errors() -> None:
+def test_deaths_of_actors_raise_worker_errors() -> None:
     for how in ("SIGSEGV", "SIGKILL", "os._exit"):
         error = assert_fails(
             "step", how, r"environment [01] of 3 .*its actor, with environments 0 to 1, has died", "step"
@@ -147,8 +147,7 @@ def deaths_of_actors_raise_worker_errors() -> None:
         assert error.kind == "exit"
 
 
-@register_check
-def interrupted_steps_can_be_awaited_again() -> None:
+def test_interrupted_steps_can_be_awaited_again() -> None:
     venv = RayVecEnv([Counting] * 3, n_workers=2)
     actions = np.zeros(3, dtype=np.int64)
 
@@ -167,8 +166,7 @@ def interrupted_steps_can_be_awaited_again() -> None:
     venv.close()
 
 
-@register_check
-def ray_is_not_restarted_after_shutdown() -> None:
+def test_ray_is_not_restarted_after_shutdown() -> None:
     closed, used = RayVecEnv([RandomEnv]), RayVecEnv([RandomEnv] * 2)
     ray.shutdown()
     closed.close()
@@ -179,43 +177,6 @@ def ray_is_not_restarted_after_shutdown() -> None:
     start_ray()
 
 
-@register_check
-def hanging_environments_exceed_timeouts() -> None:
+def test_hanging_environments_exceed_timeouts() -> None:
     assert_fails("step", "hang", "did not answer within 1 s", "step", step_timeout=1)
     assert_fails("constructor", "hang", "did not answer within 10 s", "constructor", start_timeout=10)
-
-
-@register_check
-def no_actor_is_left() -> None:
-    """Wait until all actors have ended; fail after two minutes."""
-    end = time.monotonic() + 120
-    while left := actor_processes():
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
-
-
-def start_ray() -> None:
-    """Start a local Ray cluster with four CPUs."""
-    options = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 2**27, "log_to_driver": False}
-    ray.init("local", _temp_dir=sys.argv[1], **options)
-
-
-def main() -> None:
-    """Run all checks, and print the traceback of each as JSON."""
-    found = {}
-    start_ray()
-    for name, function in CHECKS.items():
-        try:
-            function()
-        except BaseException:
-            found[name] = traceback.format_exc()
-        else:
-            found[name] = ""
-    ray.shutdown()
-    sys.stdout.write(json.dumps(found) + "\n")
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module="ray")
-    main()

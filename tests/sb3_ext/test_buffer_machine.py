@@ -1,5 +1,3 @@
-"""Random sequences of replay buffer calls, compared with Stable Baselines3's buffer after every call."""
-
 from __future__ import annotations
 
 import copy
@@ -98,11 +96,8 @@ class SameAsUpstream(RuleBasedStateMachine):
         own: dict[str, Any] = {}
         if kind == "hindsight":
             strategy = data.draw(st.sampled_from(["future", "final", "episode"]))
-            own = {
-                "env": GoalRewards(),
-                "goal_selection_strategy": strategy,
-                "copy_info_dict": data.draw(st.booleans()),
-            }
+            own = {"goal_selection_strategy": strategy, "copy_info_dict": data.draw(st.booleans())}
+            own["env"] = GoalRewards()
             goal = data.draw(st.sampled_from([PLACE, IMAGE]))
             space: Any = spaces.Dict(observation=IMAGE, achieved_goal=goal, desired_goal=goal)
         elif kind == "dict":

@@ -1,5 +1,3 @@
-"""Datasets become buffers as Stable Baselines3 would have filled them, and buffers become datasets."""
-
 from __future__ import annotations
 
 import copy
@@ -19,11 +17,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecTransposeImage
 
 from rl_ext_core.datasets import Episode, open_dataset, write_dataset
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError
-from sb3_ext import (
-    CompressedDictReplayBuffer,
-    CompressedHerReplayBuffer,
-    CompressedReplayBuffer,
-)
+from sb3_ext import CompressedDictReplayBuffer, CompressedHerReplayBuffer, CompressedReplayBuffer
 from sb3_ext.datasets import read_buffer_episodes
 from tests.dataset_checks import assert_equal_episodes, assert_equal_values, random_episodes, require_minari
 from tests.sb3_ext.buffer_envs import Sprite, without_logger
@@ -137,8 +131,7 @@ class _SpacesOnly(gymnasium.Env):  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize(
-    ("space", "ulps"),
-    [(spaces.Box(-0.25, 0.25, (200,), np.float32), 0), (spaces.Box(0, 3, (200,), np.float32), 1)],
+    ("space", "ulps"), [(spaces.Box(-0.25, 0.25, (200,), np.float32), 0), (spaces.Box(0, 3, (200,), np.float32), 1)]
 )
 def test_actions_are_scaled_and_scaled_back(space: Any, ulps: int) -> None:
     episodes = write(VECTOR, space)
@@ -273,14 +266,14 @@ def test_other_spaces_and_sizes_are_refused() -> None:
     write()
     with pytest.raises(InvalidTypeError, match="CompressedReplayBuffer"):
         CompressedDictReplayBuffer.from_dataset("mine-v0")
-    with pytest.raises(InvalidArgumentError, match=r"has observations of Box.*but env has Box\(.*float32\)"):
-        CompressedReplayBuffer.from_dataset("mine-v0", env=_SpacesOnly(HEADING))
-    with pytest.raises(InvalidArgumentError, match=r"actions of Discrete\(4\), but env has Discrete\(5\)"):
-        CompressedReplayBuffer.from_dataset("mine-v0", env=_SpacesOnly(VECTOR, spaces.Discrete(5)))
-    with pytest.raises(InvalidArgumentError, match=r"expected at least one step .* buffer_size >= 12"):
-        CompressedReplayBuffer.from_dataset("mine-v0", buffer_size=11)
-    with pytest.raises(InvalidArgumentError, match="n_envs=13, but mine-v0 has 12 steps"):
-        CompressedReplayBuffer.from_dataset("mine-v0", n_envs=13)
+    for options, text in (
+        ({"env": _SpacesOnly(HEADING)}, r"has observations of Box.*but env has Box\(.*float32\)"),
+        ({"env": _SpacesOnly(VECTOR, spaces.Discrete(5))}, r"actions of Discrete\(4\), but env has Discrete\(5\)"),
+        ({"buffer_size": 11}, r"expected at least one step .* buffer_size >= 12"),
+        ({"n_envs": 13}, "n_envs=13, but mine-v0 has 12 steps"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=text):
+            CompressedReplayBuffer.from_dataset("mine-v0", **options)
     with pytest.raises(InvalidArgumentError, match="no episodes"):
         CompressedReplayBuffer(12, VECTOR, SWITCH).to_dataset("empty-v0")
 

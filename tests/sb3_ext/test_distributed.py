@@ -1,5 +1,3 @@
-"""Several ranks train one policy, as one process with all environments does."""
-
 from __future__ import annotations
 
 import os

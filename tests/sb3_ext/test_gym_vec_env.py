@@ -1,5 +1,3 @@
-"""GymVecEnv returns the results of DummyVecEnv. tests/test_stepper.py compares its steps with single environments."""
-
 from __future__ import annotations
 
 import contextlib
@@ -105,9 +103,12 @@ def make_returning(method: str, place: int, value: Any) -> Any:
     """Make a batch whose ``reset`` or ``step`` returns a wrong value in a place."""
     env = SameStep([3, 4], "batch")
     called = getattr(env, method)
-    setattr(
-        env, method, lambda *args, **given: (*(found := called(*args, **given))[:place], value, *found[place + 1 :])
-    )
+
+    def call(*args: Any, **given: Any) -> Any:
+        found = called(*args, **given)
+        return *found[:place], value, *found[place + 1 :]
+
+    setattr(env, method, call)
     return env
 
 
@@ -126,17 +127,13 @@ REFUSED: list[tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = 
     (lambda: SyncVectorEnv([cart_pole]), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),
     (lambda: SyncVectorEnv([cart_pole]), {"autoreset_mode": "SameStep"}, InvalidArgumentError, "declares 'NextStep'"),
     (lambda: SyncVectorEnv([cart_pole]), {"clip_actions": "x"}, InvalidArgumentError, "clip_actions='x' is not a pos"),
-    *(
-        (make_isaac, {option: "x"}, InvalidArgumentError, f"{option}='x'")
-        for option in ("env_type", "missing_final_obs")
-    ),
+    (make_isaac, {"env_type": "x"}, InvalidArgumentError, "env_type='x'"),
+    (make_isaac, {"missing_final_obs": "x"}, InvalidArgumentError, "missing_final_obs='x'"),
     (make_isaac, {"infos": "x"}, InvalidArgumentError, "infos='x'"),
     (make_isaac, {"clip_actions": None}, InvalidArgumentError, r"clip_actions=1\.0"),
     (make_isaac, {"clip_actions": -1}, InvalidArgumentError, "clip_actions=-1"),
     (
-        make_isaac,
-        {"observation_key": "x"},
-        InvalidArgumentError,
+        *(make_isaac, {"observation_key": "x"}, InvalidArgumentError),
         "observation_key='x' is not in .*expected one of 'policy'",
     ),
     (lambda: make_isaac(single_observation_space=object()), {}, InvalidTypeError, "expected one of gymnasium's"),
@@ -147,9 +144,7 @@ REFUSED: list[tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = 
         for v in ([{}], [], "text", None)
     ),
     (
-        lambda: make_returning("step", 1, np.ones(3)),
-        {},
-        EnvironmentOutputError,
+        *(lambda: make_returning("step", 1, np.ones(3)), {}, EnvironmentOutputError),
         r"rewards of shape \(3,\); expected \(2,\)",
     ),
     (lambda: SyncVectorEnv([VectorRewards] * 2), {}, EnvironmentOutputError, r"a reward of the shape \(2,\)"),
@@ -252,16 +247,13 @@ def test_methods_and_attributes_reach_sub_environments(kind: str) -> None:
     assert venv.env_method("return_arguments", indices=[2, 0], **arguments) == [arguments] * 2
     assert venv.has_attr("twice")
     assert not venv.has_attr("missing")
-    with pytest.raises(AttributeError):
-        venv.get_attr("missing")
-    with pytest.raises(AttributeError):
-        venv.env_method("missing")
+    for call in (venv.get_attr, venv.env_method):
+        with pytest.raises(AttributeError):
+            call("missing")
     assert venv.env_is_wrapped(Monitor) == [False] * 3
     assert venv.env_is_wrapped(PassThrough) == [kind == "wrapped"] * 3
     assert [image.shape for image in venv.get_images()] == [(4, 6, 3)] * 3
-    frame = venv.render()
-    assert frame is not None
-    assert frame.shape == (8, 12, 3)
+    assert np.shape(venv.render()) == (8, 12, 3)
     assert venv.metadata["render_fps"] == 7
     venv.set_options({"a": 1})
     venv.reset()
@@ -380,9 +372,9 @@ def test_make_vec_env_accepts_vectorized_environments() -> None:
     model = without_logger(PPO("MlpPolicy", venv, n_steps=32, batch_size=64, device="cpu"))
     assert model.learn(64).num_timesteps == 64
     single = {"monitor_dir": "logs", "wrapper_class": gym.Wrapper, "isolation": "process", "wrapper_kwargs": {"a": 1}}
-    for options in [{name: value} for name, value in {**single, "probe_timeout": 3.0, "start_index": 3}.items()]:
+    for name, value in {**single, "probe_timeout": 3.0, "start_index": 3}.items():
         with pytest.raises(InvalidArgumentError, match="is for single environments"):
-            make_vec_env(envs, **options)
+            make_vec_env(envs, **{name: value})
     with pytest.raises(InvalidArgumentError, match=r"n_envs=4 .* has 2\. Leave it out"):
         make_vec_env(envs, 4)
     with pytest.raises(InvalidTypeError, match="vectorization_mode='sync' is for ids"):

@@ -1,5 +1,3 @@
-"""MultiAgentVecEnv over PettingZoo's environments, and over one whose agents die and join."""
-
 from __future__ import annotations
 
 import functools
@@ -61,6 +59,12 @@ class Race(ParallelEnv):
 
     def render(self) -> np.ndarray:
         return np.full((4, 4, 3), self._steps, np.uint8)
+
+
+def take_step(env: MultiAgentVecEnv, actions: Any = np.zeros(3, int)) -> None:  # noqa: B008
+    env.seed(0)
+    env.reset()
+    env.step(actions)
 
 
 def test_rows_of_dead_agents_are_zeros() -> None:
@@ -144,13 +148,9 @@ class ActionWriting(Race):
 
 
 def test_environments_cannot_change_actions_of_caller() -> None:
-    env = MultiAgentVecEnv([ActionWriting])
-    env.seed(0)
-    env.reset()
-    actions = np.zeros((3, 1), np.float32)
-    env.step(actions)
+    env, actions = MultiAgentVecEnv([ActionWriting]), np.zeros((3, 1), np.float32)
+    take_step(env, actions)
     assert not actions.any()
-    env.close()
 
 
 @pytest.mark.slow
@@ -226,17 +226,18 @@ class OldSteps(Race):
         return observations, rewards, terminated, infos
 
 
-def test_environments_with_the_old_api_are_refused() -> None:
-    for agents in (1, 2, 3):
-        env = MultiAgentVecEnv([functools.partial(OldRace, (9,) * agents)])
-        env.seed(0)
-        with pytest.raises(EnvironmentOutputError, match=r"reset\(\) returned"):
-            env.reset()
-    env = MultiAgentVecEnv([OldSteps])
-    env.seed(0)
-    env.reset()
-    with pytest.raises(EnvironmentOutputError, match=r"step\(\) returned"):
-        env.step(np.zeros(3, int))
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        *((functools.partial(OldRace, (9,) * agents), r"reset\(\) returned") for agents in (1, 2, 3)),
+        (OldSteps, r"step\(\) returned"),
+        (OmittingObservation, "nothing for the agent 'runner_1'"),
+    ],
+)
+def test_invalid_results_are_refused(build: Any, said: str) -> None:
+    env = MultiAgentVecEnv([build])
+    with pytest.raises(EnvironmentOutputError, match=said):
+        take_step(env)
 
 
 def test_invalid_environments_and_options_are_refused() -> None:
@@ -251,11 +252,5 @@ def test_invalid_environments_and_options_are_refused() -> None:
     for options in ({"wrapper_class": Race}, {"isolation": "process"}, {"monitor_dir": "logs"}):
         with pytest.raises(InvalidArgumentError, match="is for single environments"):
             make_vec_env(Race(), 2, **options)
-    env = MultiAgentVecEnv([OmittingObservation])
-    env.seed(0)
-    env.reset()
-    with pytest.raises(EnvironmentOutputError, match="nothing for the agent 'runner_1'"):
-        env.step(np.zeros(3, int))
     with pytest.raises(InvalidArgumentError, match="number of actions: 2, expected 3, one for each agent"):
-        env.step(np.zeros(2, int))
-    env.close()
+        take_step(MultiAgentVecEnv([Race]), np.zeros(2, int))

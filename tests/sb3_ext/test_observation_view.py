@@ -1,5 +1,3 @@
-"""``buffer.observations`` reads like the array of SB3's buffers."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,11 +7,12 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.buffers import ReplayBuffer, RolloutBuffer
 
 import sb3_ext
 from rl_ext_core.errors import InvalidTypeError, OutOfMemoryError
 from sb3_ext import observation_view
+from tests.sb3_ext.buffer_envs import add_all, make_buffers
+from tests.sb3_ext.test_rollout_buffers import fill_rollouts, make_rollout_buffers
 
 IMAGES, ACTIONS = spaces.Box(0, 255, (2, 6, 5), np.uint8), spaces.Discrete(2)
 
@@ -21,23 +20,17 @@ IMAGES, ACTIONS = spaces.Box(0, 255, (2, 6, 5), np.uint8), spaces.Discrete(2)
 @pytest.fixture(params=["replay", "rollout", "flattened"])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, np.ndarray]:
     """Return an ObservationView and the equal array of SB3's buffer."""
-    rng = np.random.default_rng(0)
-    found = []
-    for ours in (True, False):
-        rng = np.random.default_rng(0)
-        if request.param == "replay":
-            buffer: Any = (sb3_ext.CompressedReplayBuffer if ours else ReplayBuffer)(16, IMAGES, ACTIONS, "cpu", 2)
-        else:
-            buffer = (sb3_ext.CompressedRolloutBuffer if ours else RolloutBuffer)(8, IMAGES, ACTIONS, "cpu", n_envs=2)
-        for _ in range(5 if request.param == "replay" else 8):
-            obs = rng.integers(0, 256, (2, *IMAGES.shape), dtype=np.uint8)
-            if request.param == "replay":
-                buffer.add(obs, obs, np.zeros(2), np.zeros(2), np.zeros(2), [{}, {}])
-            else:
-                buffer.add(obs, np.zeros(2), np.zeros(2), np.zeros(2), th.zeros(2, 1), th.zeros(2))
-        part = buffer.observations
-        found.append(buffer.swap_and_flatten(part) if request.param == "flattened" else part)
-    return found[0], found[1]
+    observations = np.random.default_rng(0).integers(0, 256, (8, 2, *IMAGES.shape), dtype=np.uint8)
+    if request.param == "replay":
+        buffers = make_buffers("plain", 16, IMAGES, ACTIONS)
+        add_all(buffers, [(obs, obs, np.zeros(2), np.zeros(2), np.zeros(2), [{}, {}]) for obs in observations[:5]])
+    else:
+        buffers = make_rollout_buffers("plain", 8, IMAGES, ACTIONS)
+        fill_rollouts(buffers, [*observations])
+    parts = [buffer.observations for buffer in buffers]
+    if request.param == "flattened":
+        parts = [buffer.swap_and_flatten(part) for buffer, part in zip(buffers, parts, strict=True)]
+    return parts[0], parts[1]
 
 
 INDICES: list[Any] = [

@@ -1,11 +1,8 @@
-"""Prioritized replay trains like an explicitly weighted loss, and draws like TorchRL's ``PrioritizedSampler``."""
-
 from __future__ import annotations
 
 import copy
 import os
 import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +37,7 @@ from tests.sb3_ext.buffer_envs import (
     dict_env,
     image_env,
     make_reach_vec_env,
+    repeating_in_thread,
     without_logger,
 )
 
@@ -85,8 +83,17 @@ def quantile_huber_loss(given: th.Tensor, target: th.Tensor, weights: th.Tensor)
     return (weights.view(-1, *[1] * (losses.ndim - 1)) * losses).mean()
 
 
+def make_rich() -> Any:
+    """Make CartPole whose errors exceed 1, above which DQN's loss is linear."""
+    return gym.wrappers.TransformReward(gym.make("CartPole-v1"), lambda reward: 100 * reward)
+
+
+def make_normalized() -> VecNormalize:
+    return VecNormalize(DummyVecEnv([lambda: gym.make("Pendulum-v1")]))
+
+
 CASES: dict[str, tuple[Any, str, str, Any, int, dict[str, Any]]] = {
-    "dqn": (DQN, "CartPole-v1", "F.smooth_l1_loss", smooth_l1_loss, 1, {"max_grad_norm": 0.5, "gradient_steps": 2}),
+    "dqn": (DQN, make_rich, "F.smooth_l1_loss", smooth_l1_loss, 1, {"max_grad_norm": 0.5, "gradient_steps": 2}),
     "sac": (SAC, "Pendulum-v1", "F.mse_loss", mse_loss, 2, {}),
     "td3": (TD3, "Pendulum-v1", "F.mse_loss", mse_loss, 2, {"policy_delay": 2}),
     "ddpg": (DDPG, "Pendulum-v1", "F.mse_loss", mse_loss, 1, {}),
@@ -96,14 +103,7 @@ CASES: dict[str, tuple[Any, str, str, Any, int, dict[str, Any]]] = {
 }
 
 
-def weight_explicitly(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    model: Any,
-    loss_name: str,
-    loss: Callable[..., th.Tensor],
-    n_losses: int,
-) -> None:
+def weight_explicitly(monkeypatch: Any, name: str, model: Any, loss_name: str, loss: Any, n_losses: int) -> None:
     """Replace an algorithm's loss by one that is weighted, and that updates the priorities itself."""
     owner = next(cls for cls in type(model).__mro__ if "train" in vars(cls))
     monkeypatch.setitem(critic_hooks._CRITICS, f"{owner.__module__}.{owner.__qualname__}", None)
@@ -137,13 +137,17 @@ def test_training_equals_an_explicitly_weighted_loss(name: str, monkeypatch: pyt
     # Other losses compute their gradients in another order, so the last bits differ.
     exact = name in ("dqn", "sac", "td3", "ddpg")
     steps = 120 if exact else 60
-    models = [make_model(cls, env, **options).learn(steps)]
-    models.append(make_model(cls, env, **options))
+
+    def make() -> Any:
+        return make_model(cls, env() if callable(env) else env, **options)
+
+    models = [make().learn(steps), make()]
     weight_explicitly(monkeypatch, name, models[1], loss_name, loss, n_losses)
     models[1].learn(steps)
     ours, theirs = (model.policy.state_dict() for model in models)
     priorities = [model.replay_buffer.priorities[: steps + 1] for model in models]
     assert np.unique(priorities[0]).size > 20
+    assert name != "dqn" or priorities[0].max() > 50
     if exact:
         assert all(th.equal(ours[key], theirs[key]) for key in ours)
         assert np.array_equal(*priorities)
@@ -244,34 +248,29 @@ def test_hindsight_draws_complete_episodes(options: dict[str, Any]) -> None:
     loaded.sample(8)
 
 
-MODELS: dict[str, Callable[[], Any]] = {
-    "images": lambda: make_model(DQN, image_env(1, 2, 2), "CnnPolicy"),
-    "dict": lambda: make_model(
-        DQN, dict_env(), "MultiInputPolicy", replay_buffer_class=CompressedPrioritizedDictReplayBuffer
+# Algorithm, policy, function that makes the environment, class of the buffer, and its options.
+MODELS: dict[str, tuple[Any, str, Callable[[], Any], Any, dict[str, Any]]] = {
+    "images": (DQN, "CnnPolicy", lambda: image_env(1, 2, 2), CompressedPrioritizedReplayBuffer, {}),
+    "dict": (DQN, "MultiInputPolicy", dict_env, CompressedPrioritizedDictReplayBuffer, {}),
+    "n-step": (
+        *(DQN, "MlpPolicy", lambda: "CartPole-v1", CompressedPrioritizedNStepReplayBuffer),
+        {"n_steps": 3, "beta": lambda progress: 0.25},
     ),
-    "n-step": lambda: make_model(
-        DQN,
-        "CartPole-v1",
-        replay_buffer_class=CompressedPrioritizedNStepReplayBuffer,
-        replay_buffer_kwargs={"n_steps": 3, "beta": lambda progress: 0.25},
+    "hindsight": (
+        *(SAC, "MultiInputPolicy", lambda: make_reach_vec_env(size=36), CompressedPrioritizedHerReplayBuffer),
+        {"n_sampled_goal": 4},
     ),
-    "hindsight": lambda: make_model(
-        SAC,
-        make_reach_vec_env(size=36),
-        "MultiInputPolicy",
-        replay_buffer_class=CompressedPrioritizedHerReplayBuffer,
-        replay_buffer_kwargs={"n_sampled_goal": 4},
-    ),
-    "normalized": lambda: make_model(SAC, VecNormalize(DummyVecEnv([lambda: gym.make("Pendulum-v1")]))),
+    "normalized": (SAC, "MlpPolicy", make_normalized, CompressedPrioritizedReplayBuffer, {}),
 }
 
 
 @pytest.mark.sample(quick=2)
-@pytest.mark.parametrize("name", MODELS)
-def test_training_changes_priorities(name: str, tmp_path: Path) -> None:
-    model = MODELS[name]()
-    model.learn(120)
-    buffer = model.replay_buffer
+@pytest.mark.parametrize(("cls", "policy", "make", "buffer_class", "options"), MODELS.values(), ids=MODELS)
+def test_training_changes_priorities(
+    cls: Any, policy: str, make: Any, buffer_class: Any, options: Any, tmp_path: Path
+) -> None:
+    model = make_model(cls, make(), policy, replay_buffer_class=buffer_class, replay_buffer_kwargs=options)
+    buffer = model.learn(120).replay_buffer
     assert np.unique(buffer.priorities[: buffer.size()]).size > 10
     model.save_replay_buffer(tmp_path / "buffer")
     priorities = buffer.priorities.copy()
@@ -327,8 +326,7 @@ def test_other_calls_between_samples_do_not_disturb_training() -> None:
     assert np.unique(buffer.priorities[:100]).size > 20
     assert not models[1].q_net._forward_hooks
     assert not models[1].q_net_target._forward_hooks
-    copied = copy.deepcopy(models[1].policy)
-    assert not copied.q_net._forward_hooks
+    assert not copy.deepcopy(models[1].policy).q_net._forward_hooks
 
 
 def test_critic_used_after_an_interrupt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,19 +400,16 @@ def test_unknown_algorithms_are_refused_until_registered(registry: None) -> None
 
 def test_losses_that_cannot_be_weighted_are_refused(registry: None) -> None:
     register_critic(OwnTrain, "q_net")
-    model = make_model(OwnTrain, "CartPole-v1")
-    model.n_calls = 2
-    with pytest.raises(InvalidArgumentError, match=r"OwnTrain.train\(\) calls the critic more than once for one loss"):
-        model.learn(60)
-    for n_copies, message in ((2, "a loss of 64 transitions, but 32 were sampled"), (3, "returned shape")):
+    for attribute, value, message in (
+        ("n_calls", 2, r"OwnTrain.train\(\) calls the critic more than once for one loss"),
+        ("n_copies", 2, "a loss of 64 transitions, but 32 were sampled"),
+        ("n_copies", 3, "returned shape"),
+        ("loss_factor", 0, "the outputs of its critic got no gradients"),
+    ):
         model = make_model(OwnTrain, "CartPole-v1")
-        model.n_copies = n_copies
+        setattr(model, attribute, value)
         with pytest.raises(InvalidArgumentError, match=message):
-            model.learn(60)
-    model = make_model(OwnTrain, "CartPole-v1")
-    model.loss_factor = 0
-    with pytest.raises(InvalidArgumentError, match="the outputs of its critic got no gradients"):
-        model.learn(100)
+            model.learn(100)
 
 
 @pytest.mark.parametrize(
@@ -443,37 +438,26 @@ def test_invalid_schedules_and_td_errors_change_nothing() -> None:
         buffer.update_priorities(np.ones(3))
     buffer.sample(4)
     buffer.update_priorities(th.ones(4, requires_grad=True))
-    with pytest.raises(InvalidArgumentError, match="td_errors has 3 values, expected 4"):
-        buffer.update_priorities(np.ones(3))
     before = buffer.priorities.copy()
-    with pytest.raises(InvalidTypeError, match="td_errors='abc': expected numbers"):
-        buffer.update_priorities("abc")  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match="1 values that are not finite: training has diverged"):
-        buffer.update_priorities(np.array([1, 2, np.nan, 4]))
+    for td_errors, error, match in (
+        (np.ones(3), InvalidArgumentError, "td_errors has 3 values, expected 4"),
+        ("abc", InvalidTypeError, "td_errors='abc': expected numbers"),
+        (np.array([1, 2, np.nan, 4]), InvalidArgumentError, "1 values that are not finite: training has diverged"),
+    ):
+        with pytest.raises(error, match=match):
+            buffer.update_priorities(td_errors)
     assert np.array_equal(buffer.priorities, before)
 
 
 def test_threads_that_add_while_sampling() -> None:
     buffer = make_buffer(64)
     fill(buffer, 8)
-    adder = threading.Thread(target=fill, args=(buffer, 300))
-    adder.start()
-    while adder.is_alive():
-        buffer.sample(16)
-        buffer.update_priorities(np.random.default_rng(0).exponential(size=16))
-    adder.join()
+    with repeating_in_thread(lambda: fill(buffer, 50)):
+        for _ in range(200):
+            buffer.sample(16)
+            buffer.update_priorities(np.random.default_rng(0).exponential(size=16))
     assert (buffer.priorities > 0).all()
     assert buffer._tree.total == pytest.approx((buffer.priorities.astype(float) ** 0.6).sum())
-
-
-def test_dqn_errors_above_1_are_not_clipped() -> None:
-    class Rich(gym.RewardWrapper):
-        def reward(self, reward: Any) -> float:
-            return 100.0 * float(reward)
-
-    model = make_model(DQN, Rich(gym.make("CartPole-v1")))
-    model.learn(200)
-    assert model.replay_buffer.priorities.max() > 50
 
 
 def test_hindsight_forgets_episodes_that_a_folder_has_lost(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""Compressed replay buffers return the bits of Stable Baselines3's buffers, and refuse invalid transitions."""
-
 from __future__ import annotations
 
 import itertools
@@ -7,6 +5,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,25 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from rl_ext_core._system import make_fork_safe_lock
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames import planning
-from rl_ext_core.frames.log import FrameLog
 from sb3_ext import CompressedDictReplayBuffer, CompressedHerReplayBuffer, CompressedReplayBuffer, replay_buffers
 from tests.forks import result_in_fork
 from tests.sb3_ext.buffer_envs import (
     REPLAY,
     ROLLOUT,
-    Camera,
     Reach,
     Sprite,
     add_all,
     assert_same,
     collect_transitions,
-    dict_env,
     image_env,
     make_buffers,
     make_buffers_for,
     make_reach_vec_env,
 )
 from tests.sb3_ext.test_rollout_buffers import fill_rollouts, make_rollout_buffers
+from tests.sb3_ext.vec_checks import assert_equal
 
 GREY = spaces.Box(0, 255, (4, 12, 11), np.uint8)
 ACTIONS = spaces.Discrete(5)
@@ -58,7 +55,7 @@ def test_images_of_wrappers_are_stored_as_stacks(channels: int, first: bool) -> 
 NORMALIZED: dict[str, Callable[[], VecNormalize]] = {
     "plain": lambda: VecNormalize(make_vec_env("Pendulum-v1", 2, seed=0)),
     "rewards": lambda: VecNormalize(make_vec_env("Pendulum-v1", 2, seed=0), norm_obs=False),
-    "dict": lambda: VecNormalize(DummyVecEnv([lambda: Camera(Sprite())] * 2), norm_obs_keys=["place"]),
+    "dict": lambda: VecNormalize(DummyVecEnv([lambda: Sprite(as_dict=True)] * 2), norm_obs_keys=["place"]),
     "hindsight": lambda: VecNormalize(make_reach_vec_env(), norm_obs_keys=["achieved_goal", "desired_goal"]),
 }
 
@@ -88,37 +85,13 @@ def test_position_cannot_be_set(name: str, value: Any) -> None:
         setattr(buffer, name, value)
 
 
-def test_transition_that_does_not_fit_into_memory_leaves_the_buffer_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    venv = dict_env()
-    buffers = make_buffers_for("dict", 40, venv)
-    add_all(buffers, collect_transitions(venv, 60))
-
-    def raise_out_of_memory(*_: Any, **__: Any) -> Any:
-        raise OutOfMemoryError("no memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FrameLog, "_new_segment", raise_out_of_memory)
-        for transition in collect_transitions(venv, 1000, seed=5):
-            try:
-                add_all(buffers, [transition])
-            except OutOfMemoryError:
-                break
-    assert_same(*buffers)
-    add_all(buffers, collect_transitions(venv, 30, seed=2))
-    assert_same(*buffers)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
         ({"buffer_size": 0}, SHAPE, "buffer_size=0 must be at least 1"),
         ({"codec": "zstd"}, SHAPE, "codec='zstd' is unknown; expected one of 'patch', 'raw', 'jpeg'"),
         ({"n_stack": 3}, SHAPE, r"n_stack=3 does not divide the 4 channels.*\[1, 2, 4\]"),
-        (
-            {"buffer_size": 1e6},
-            TYPE,
-            "buffer_size=1000000.0 must be .*, for example buffer_size=1_000_000$",
-        ),
+        ({"buffer_size": 1e6}, TYPE, "buffer_size=1000000.0 must be .*, for example buffer_size=1_000_000$"),
         ({"max_bytes": 1000}, SHAPE, "max_bytes=1,000 is too little"),
         ({"buffer_size": 10**6, "max_bytes": 2 * 10**7}, SHAPE, "too little for 1,000,000 x 1 transitions"),
         ({"observation_space": spaces.Dict({"camera": GREY})}, TYPE, r"a Dict of \['camera'\]"),
@@ -161,9 +134,8 @@ def test_forked_child_can_sample_if_thread_held_lock_at_fork() -> None:
     image = np.zeros((1, *GREY.shape), np.uint8)
     buffer.add(image, image, np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
     lock, inside = buffer._observations.lock, threading.Event()
-    within = [
-        make_fork_safe_lock() for _ in range(30)
-    ]  # like the locks of stores: a forking thread must not hold one and wait for the buffer's
+    # Like the locks of stores: a forking thread must not hold one and wait for the buffer's.
+    within = [make_fork_safe_lock() for _ in range(30)]
 
     def hold_locks() -> None:
         """Hold the buffer's lock for a while, then take the inner locks."""
@@ -189,11 +161,7 @@ def test_options_can_differ_between_keys_of_dict_space() -> None:
     assert buffer.codec == {"left": "raw", "right": "jpeg", "speed": "raw"}
     assert buffer.n_stack == {"left": 4, "right": 4, "speed": 1}
     for wrong, error, text in (
-        (
-            {"codec": {"front": "raw"}},
-            SHAPE,
-            r"codec is given for \['front'\].*\['left', 'right', 'speed'\]",
-        ),
+        ({"codec": {"front": "raw"}}, SHAPE, r"codec is given for \['front'\].*\['left', 'right', 'speed'\]"),
         ({"quality": {"left": 80}}, SHAPE, "key 'left': quality=80 is for codec='jpeg' only"),
         ({"n_stack": {"left": 7}}, SHAPE, "key 'left': n_stack=7 does not divide the 4 channels"),
         ({"n_stack": {"left": "4"}}, TYPE, "key 'left': n_stack='4' must be a whole number"),
@@ -310,35 +278,27 @@ def make_miscast_batch(space: spaces.Space[Any], rng: np.random.Generator) -> An
 @pytest.mark.parametrize("kind", [*REPLAY, *(f"{kind} rollout" for kind in ROLLOUT)])
 def test_observations_of_other_dtypes_are_cast_as_in_sb3_with_one_warning(kind: str) -> None:
     space = GOALS if "dict" in kind or kind == "hindsight" else PLACE if "maskable" in kind else IMAGE
-    if kind in REPLAY:
-        ours, theirs = make_buffers(
-            kind, ROWS * N_ENVS, space, THREE_ACTIONS, **({"env": None} if kind == "hindsight" else {})
-        )
-    else:
-        ours, theirs = make_rollout_buffers(kind.removesuffix(" rollout"), ROWS, space)
     rng = np.random.default_rng(0)
     observations = [make_miscast_batch(space, rng) for _ in range(ROWS + 1)]
-
-    def add_observations(buffer: Any) -> None:
-        if kind not in REPLAY:
-            fill_rollouts((buffer,), observations[:-1])
-            return
-        for obs, next_obs in itertools.pairwise(observations):
-            buffer.add(dict(obs) if isinstance(obs, dict) else obs, next_obs, *REST)
-
-    add_observations(theirs)
+    if kind in REPLAY:
+        own = {"env": None} if kind == "hindsight" else {}
+        buffers = make_buffers(kind, ROWS * N_ENVS, space, THREE_ACTIONS, **own)
+        add: Any = partial(add_all, transitions=[(*pair, *REST) for pair in itertools.pairwise(observations)])
+    else:
+        buffers = make_rollout_buffers(kind.removesuffix(" rollout"), ROWS, space)
+        add = partial(fill_rollouts, observations=observations[:-1])
+    add(buffers[1:])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        add_observations(ours)
-    for name in ("observations", "next_observations"):
-        left, right = (getattr(buffer, name, {}) for buffer in (ours, theirs))
-        for key in right if isinstance(space, spaces.Dict) else [...]:
-            pair = (left, right) if key is ... else (left[key], right[key])
-            np.testing.assert_array_equal(np.asarray(pair[0]), pair[1], strict=True)
-    keys = list(space) if isinstance(space, spaces.Dict) else [""]
-    for key, warning in zip(keys, caught, strict=True):  # one warning per key
+        add(buffers[:1])
+    for name in ("observations", "next_observations") if kind in REPLAY else ("observations",):
+        found, expected = (getattr(buffer, name) for buffer in buffers)
+        found = {key: np.asarray(part) for key, part in found.items()} if isinstance(found, dict) else np.asarray(found)
+        assert_equal(found, expected)
+    names = [f"obs[{key!r}]" for key in space] if isinstance(space, spaces.Dict) else ["obs"]
+    for name, warning in zip(names, caught, strict=True):
         text = str(warning.message)
-        assert text.startswith(f"obs[{key!r}] has dtype " if key else "obs has dtype ")
+        assert text.startswith(f"{name} has dtype ")
         assert "float64, but the observation space has float32" in text or "int64, but the observation space" in text
 
 

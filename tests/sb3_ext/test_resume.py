@@ -1,12 +1,10 @@
-"""Tests of ResumeCallback and resume: resumed runs equal those that were not stopped."""
-
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import os
-import pathlib
 import random
 import signal
 import sys
@@ -14,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -24,15 +22,11 @@ import sb3_contrib
 import stable_baselines3 as sb3
 import torch as th
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward, TimeAwareObservation, TransformObservation
+from stable_baselines3.common import callbacks as sb3_callbacks
 from stable_baselines3.common.buffers import DictReplayBuffer
-from stable_baselines3.common.callbacks import (
-    BaseCallback,
-    EvalCallback,
-    EveryNTimesteps,
-    StopTrainingOnNoModelImprovement,
-)
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.envs import BitFlippingEnv
-from stable_baselines3.common.logger import Image, KVWriter, Logger
+from stable_baselines3.common.logger import Image, Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.noise import OrnsteinUhlenbeckActionNoise
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
@@ -50,6 +44,7 @@ from sb3_ext import (
     tensor,
 )
 from tests import programs
+from tests.sb3_ext.buffer_envs import LogRows, without_logger
 from tests.sb3_ext.vec_checks import assert_equal
 
 
@@ -87,12 +82,12 @@ class StopAt(BaseCallback):
         return True
 
 
-def cartpole() -> gymnasium.Env:
-    return Monitor(gymnasium.make("CartPole-v1"))
+def cartpole(wrap: Callable[[Any], Any] = Monitor) -> gymnasium.Env:
+    return wrap(gymnasium.make("CartPole-v1"))
 
 
-def masked() -> gymnasium.Env:
-    return Monitor(Masked(gymnasium.make("CartPole-v1")))
+def cartpoles(n_envs: int = 1) -> DummyVecEnv:
+    return DummyVecEnv([cartpole] * n_envs)
 
 
 def normalized(env: gymnasium.Env) -> gymnasium.Env:
@@ -107,14 +102,11 @@ def goal_env() -> gymnasium.Env:
     return Monitor(BitFlippingEnv(n_bits=4, continuous=True, max_steps=7))
 
 
-def small_images() -> gymnasium.Env:
-    env = gymnasium.make("CartPole-v1")
-    space = gymnasium.spaces.Box(0, 255, (4, 4), np.uint8)
-    return Monitor(TransformObservation(env, lambda obs: np.resize((obs * 50).astype(np.uint8), (4, 4)), space))
-
-
-def vec_env_of(env_fn: Callable[[], gymnasium.Env], n_envs: int = 1) -> DummyVecEnv:
-    return DummyVecEnv([env_fn] * n_envs)
+def images(*shape: int) -> gymnasium.Env:
+    """Make CartPole whose observations are images."""
+    space = gymnasium.spaces.Box(0, 255, shape, np.uint8)
+    draw = lambda obs: np.resize((50 * obs).astype(np.uint8), shape)  # noqa: E731
+    return cartpole(lambda env: Monitor(TransformObservation(env, draw, space)))
 
 
 def state_of(model: Any) -> dict[str, Any]:
@@ -136,23 +128,24 @@ def state_of(model: Any) -> dict[str, Any]:
     return state
 
 
-BOTH_MONITORS = pytest.mark.filterwarnings("ignore:The environment is already wrapped with a `Monitor`:UserWarning")
 SMALL = {"net_arch": [8]}
 OFF = {"learning_starts": 40, "buffer_size": 90, "batch_size": 8, "policy_kwargs": SMALL}
 ON = {"n_steps": 16, "policy_kwargs": SMALL}
+PPO_ONCE = {**ON, "batch_size": 8, "n_epochs": 1}
 
 
 def of_buffer(cls: Any, **options: Any) -> dict[str, Any]:
     """Return the options of an algorithm with a replay buffer."""
-    return {**OFF, "replay_buffer_class": cls, "replay_buffer_kwargs": options}
+    return {**copy.deepcopy(OFF), "replay_buffer_class": cls, "replay_buffer_kwargs": options}
 
 
 GOALS = (sb3.DDPG, "MultiInputPolicy", goal_env, 2)
+IMAGES = (sb3.DQN, "MlpPolicy", functools.partial(images, 4, 4), 2)
 CASES: dict[str, tuple[Any, str, Callable[[], gymnasium.Env], int, dict[str, Any]]] = {
     "dqn": (sb3.DQN, "MlpPolicy", cartpole, 1, {**OFF, "target_update_interval": 30}),
     "sac": (sb3.SAC, "MlpPolicy", made("Pendulum-v1"), 1, OFF),
     "ppo": (sb3.PPO, "MlpPolicy", cartpole, 2, {**ON, "batch_size": 8, "n_epochs": 2}),
-    "recurrent": (sb3_contrib.RecurrentPPO, "MlpLstmPolicy", cartpole, 2, {**ON, "batch_size": 8, "n_epochs": 1}),
+    "recurrent": (sb3_contrib.RecurrentPPO, "MlpLstmPolicy", cartpole, 2, PPO_ONCE),
     "dqn_compressed": (sb3.DQN, "MlpPolicy", cartpole, 2, {**OFF, "replay_buffer_class": CompressedReplayBuffer}),
     "sac_sde": (sb3.SAC, "MlpPolicy", made("Pendulum-v1"), 2, {**OFF, "use_sde": True}),
     "td3": (sb3.TD3, "MlpPolicy", made("Pendulum-v1"), 1, OFF),
@@ -160,32 +153,26 @@ CASES: dict[str, tuple[Any, str, Callable[[], gymnasium.Env], int, dict[str, Any
     "a2c_sde": (sb3.A2C, "MlpPolicy", made("Pendulum-v1"), 2, {**ON, "use_sde": True}),
     "qrdqn": (sb3_contrib.QRDQN, "MlpPolicy", cartpole, 2, OFF),
     "tqc": (sb3_contrib.TQC, "MlpPolicy", made("Pendulum-v1"), 1, OFF),
-    "maskable": (sb3_contrib.MaskablePPO, "MlpPolicy", masked, 2, {**ON, "batch_size": 8, "n_epochs": 1}),
+    "maskable": (sb3_contrib.MaskablePPO, "MlpPolicy", lambda: cartpole(lambda env: Monitor(Masked(env))), 2, PPO_ONCE),
     "dqn_frozen_lake": (sb3.DQN, "MlpPolicy", made("FrozenLake-v1"), 2, OFF),
-    "image": (sb3.DQN, "MlpPolicy", small_images, 2, of_buffer(CompressedReplayBuffer, storage_dir="buffer")),
-    "prioritized": (
-        *(sb3.DQN, "MlpPolicy", small_images, 2),
-        of_buffer(CompressedPrioritizedReplayBuffer, storage_dir="buffer"),
-    ),
+    "image": (*IMAGES, of_buffer(CompressedReplayBuffer, storage_dir="buffer")),
+    "prioritized": (*IMAGES, of_buffer(CompressedPrioritizedReplayBuffer, storage_dir="buffer")),
     "her_files": (*GOALS, of_buffer(CompressedHerReplayBuffer, storage_dir="buffer")),
     "dict_files": (*GOALS, of_buffer(CompressedDictReplayBuffer, storage_dir="buffer")),
     "her": (*GOALS, of_buffer(sb3.HerReplayBuffer)),
     "dict": (*GOALS, of_buffer(DictReplayBuffer)),
     "her_compressed": (*GOALS, of_buffer(CompressedHerReplayBuffer)),
 }
-TOTAL, EVERY = 230, 50
-
-
 IN_WORKERS = ("dqn", "sac", "maskable", "recurrent", "dqn_frozen_lake")
+TOTAL, EVERY = 230, 50
 
 
 @pytest.mark.sample(quick=5, ci=25)
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [*((name, DummyVecEnv) for name in CASES), *((name, SharedMemoryVecEnv) for name in IN_WORKERS)],
+    ("name", "kind"), [*((name, DummyVecEnv) for name in CASES), *((name, SharedMemoryVecEnv) for name in IN_WORKERS)]
 )
 def test_resumed_run_equals_the_run_that_was_not_stopped(
-    name: str, kind: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cls, policy, env_fn, n_envs, options = CASES[name]
     in_files = "storage_dir" in options.get("replay_buffer_kwargs", {})
@@ -197,7 +184,7 @@ def test_resumed_run_equals_the_run_that_was_not_stopped(
         """Use a working directory per run, because ``storage_dir`` is relative."""
         (tmp_path / folder).mkdir()
         monkeypatch.chdir(tmp_path / folder)
-        return cls(policy, env, seed=7, **deepcopy(options))  # SB3 changes policy_kwargs
+        return cls(policy, env, seed=7, **copy.deepcopy(options))  # SB3 changes policy_kwargs
 
     whole = build(envs[0], "whole").learn(TOTAL, callback=ResumeCallback("saves", EVERY))
     killed = build(envs[1], "run")
@@ -211,8 +198,7 @@ def test_resumed_run_equals_the_run_that_was_not_stopped(
     th.manual_seed(0)
     model = resume("saves", envs[2])
     assert 90 < model.num_timesteps <= 187
-    rest = TOTAL - model.num_timesteps
-    model.learn(rest, reset_num_timesteps=False, callback=ResumeCallback("saves", EVERY))
+    continue_to(TOTAL, model, ResumeCallback("saves", EVERY))
     assert_equal(state_of(whole), state_of(model))
     assert len(list((tmp_path / "run" / "saves").iterdir())) == 2
     assert len(list((tmp_path / "run").iterdir())) == 1 + in_files
@@ -220,18 +206,14 @@ def test_resumed_run_equals_the_run_that_was_not_stopped(
         part.close()
 
 
-def ppo(env: Any) -> sb3.PPO:
-    return sb3.PPO("MlpPolicy", env, seed=1, n_steps=16, batch_size=8, n_epochs=1, policy_kwargs={**SMALL})
+def ppo(env: Any = None) -> sb3.PPO:
+    """Make PPO of CartPole, or of ``env``."""
+    return sb3.PPO("MlpPolicy", env or cartpoles(), seed=1, **copy.deepcopy(PPO_ONCE))
 
 
-class Rows(KVWriter):
-    """Output of a logger that keeps all rows, without times."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def write(self, key_values: Any, key_excluded: Any, step: int = 0) -> None:
-        self.rows.append({name: value for name, value in key_values.items() if not name.startswith("time/")})
+def continue_to(total: int, model: Any, *callbacks: BaseCallback, **options: Any) -> Any:
+    """Continue a resumed run up to a number of timesteps."""
+    return model.learn(total - model.num_timesteps, list(callbacks), reset_num_timesteps=False, **options)
 
 
 class MeanOfSteps(BaseCallback):
@@ -244,17 +226,15 @@ class MeanOfSteps(BaseCallback):
 
 
 @pytest.mark.parametrize("cls", [sb3.PPO, sb3.DQN])
-def test_logged_values_equal_those_of_the_run_that_was_not_stopped(cls: Any, tmp_path: pathlib.Path) -> None:
-    options = {**OFF, "train_freq": 3} if cls is sb3.DQN else {**ON, "batch_size": 8, "n_epochs": 1}
-    outputs = Rows(), Rows()
-    model = cls("MlpPolicy", vec_env_of(cartpole), seed=7, **deepcopy(options))
-    model.set_logger(Logger(None, [outputs[0]]))
-    model.learn(160, callback=[ResumeCallback(tmp_path, 60), MeanOfSteps()], log_interval=1)
-    model = resume(tmp_path, vec_env_of(cartpole))
-    model.set_logger(Logger(None, [outputs[1]]))
-    callbacks = [ResumeCallback(tmp_path, 60), MeanOfSteps()]
-    model.learn(160 - model.num_timesteps, callback=callbacks, log_interval=1, reset_num_timesteps=False)
-    rows = [[{name: row[name] for name in row if name != "image"} for row in output.rows] for output in outputs]
+def test_logged_values_equal_those_of_the_run_that_was_not_stopped(cls: Any, tmp_path: Path) -> None:
+    options = {**OFF, "train_freq": 3} if cls is sb3.DQN else PPO_ONCE
+    model, rows = cls("MlpPolicy", cartpoles(), seed=7, **copy.deepcopy(options)), []
+    for _ in range(2):
+        output = LogRows()
+        model.set_logger(Logger(None, [output]))
+        continue_to(160, model, ResumeCallback(tmp_path, 60), MeanOfSteps(), log_interval=1)
+        rows.append([{k: v for k, v in row.items() if not k.startswith(("time/", "image"))} for row in output.rows])
+        model = resume(tmp_path, cartpoles())
     assert 0 < len(rows[1]) < len(rows[0])
     assert rows[1] == rows[0][-len(rows[1]) :]
     assert "train/loss" in rows[1][0]
@@ -271,43 +251,35 @@ class Warmup(gymnasium.Wrapper):
 
 
 @pytest.mark.parametrize("kind", [DummyVecEnv, SharedMemoryVecEnv])
-def test_environment_that_draws_from_its_action_space(kind: Any, tmp_path: pathlib.Path) -> None:
-    envs = [kind([lambda: Monitor(Warmup(gymnasium.make("CartPole-v1")))] * 2) for _ in range(2)]
-    whole = sb3.DQN("MlpPolicy", envs[0], seed=7, **deepcopy(OFF)).learn(230, callback=ResumeCallback(tmp_path, 90))
-    model = resume(tmp_path, envs[1])
-    model.learn(230 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 90))
+def test_environment_that_draws_from_its_action_space(kind: Any, tmp_path: Path) -> None:
+    envs = [kind([lambda: cartpole(lambda env: Monitor(Warmup(env)))] * 2) for _ in range(2)]
+    whole = sb3.DQN("MlpPolicy", envs[0], seed=7, **copy.deepcopy(OFF))
+    whole.learn(230, callback=ResumeCallback(tmp_path, 90))
+    model = continue_to(230, resume(tmp_path, envs[1]), ResumeCallback(tmp_path, 90))
     assert_equal(state_of(whole), state_of(model))
     for env in envs:
         env.close()
 
 
-@BOTH_MONITORS
-def test_wrappers_files_and_callbacks_continue(tmp_path: pathlib.Path) -> None:
+@pytest.mark.filterwarnings("ignore:The environment is already wrapped with a `Monitor`:UserWarning")
+def test_wrappers_files_and_callbacks_continue(tmp_path: Path) -> None:
     def build(name: str) -> Any:
         env = DummyVecEnv([lambda: Monitor(gymnasium.make("CartPole-v1"), str(tmp_path / name))])
         env = VecMonitor(env, str(tmp_path / f"{name}_vec"))
         return VecNormalize(VecFrameStack(env, 3))
 
     def callbacks(name: str) -> list[BaseCallback]:
-        stop = StopTrainingOnNoModelImprovement(100)
-        evaluation = EvalCallback(
-            VecNormalize(
-                VecFrameStack(VecMonitor(vec_env_of(lambda: gymnasium.make("CartPole-v1"))), 3), training=False
-            ),
-            callback_after_eval=stop,
-            eval_freq=20,
-            n_eval_episodes=1,
-            verbose=0,
-        )
-        return [evaluation, ResumeCallback(tmp_path / f"saves_{name}", EVERY)]
+        env = VecNormalize(VecFrameStack(VecMonitor(cartpoles()), 3), training=False)
+        stop = sb3_callbacks.StopTrainingOnNoModelImprovement(100)
+        options = {"callback_after_eval": stop, "eval_freq": 20, "n_eval_episodes": 1, "verbose": 0}
+        return [sb3_callbacks.EvalCallback(env, **options), ResumeCallback(tmp_path / f"saves_{name}", EVERY)]
 
     whole_callbacks, callbacks_after = callbacks("a"), callbacks("b")
     stopped = build("b")
     whole = ppo(build("a")).learn(TOTAL, callback=whole_callbacks)
     with pytest.raises(KeyboardInterrupt):
         ppo(stopped).learn(TOTAL, callback=[*callbacks("b"), StopAt(157)])
-    model = resume(tmp_path / "saves_b", build("b"))
-    model.learn(TOTAL - model.num_timesteps, reset_num_timesteps=False, callback=callbacks_after)
+    model = continue_to(TOTAL, resume(tmp_path / "saves_b", build("b")), *callbacks_after)
     assert_equal(state_of(whole), state_of(model))
     assert_equal(vars(whole.env.obs_rms), vars(model.env.obs_rms))
     assert_equal(whole.env.returns, model.env.returns)
@@ -322,19 +294,6 @@ def test_wrappers_files_and_callbacks_continue(tmp_path: pathlib.Path) -> None:
         env.close()
 
 
-def test_resume_callback_uses_the_recorders_of_make_vec_env(tmp_path: pathlib.Path) -> None:
-    def build_env() -> Any:
-        return make_vec_env("CartPole-v1", 2, 3, isolation="in-process", wrapper_class=Masked)
-
-    env = build_env()
-    recorders = list(env.envs)
-    env.set_attr("name", "of the wrapper")
-    ppo(env).learn(96, callback=ResumeCallback(tmp_path, 32))
-    assert env.envs == recorders
-    model = resume(tmp_path, build_env())
-    assert model.get_env().get_attr("name") == ["of the wrapper"] * 2
-
-
 @pytest.mark.parametrize(
     ("cls", "buffer_class", "kind"),
     [
@@ -346,20 +305,19 @@ def test_resume_callback_uses_the_recorders_of_make_vec_env(tmp_path: pathlib.Pa
     ],
 )
 def test_environments_that_are_not_deterministic_start_new_episodes(
-    cls: Any, buffer_class: Any, kind: Any, tmp_path: pathlib.Path
+    cls: Any, buffer_class: Any, kind: Any, tmp_path: Path
 ) -> None:
     def build() -> Any:
-        env = kind([lambda: gymnasium.make("CartPole-v1"), lambda: Nondeterministic(gymnasium.make("CartPole-v1"))])
-        envs.append(env)
-        return VecNormalize(VecFrameStack(VecMonitor(env), 2))
+        envs.append(kind([lambda: gymnasium.make("CartPole-v1"), lambda: cartpole(Nondeterministic)]))
+        return VecNormalize(VecFrameStack(VecMonitor(envs[-1]), 2))
 
     envs: list[Any] = []
     options: Any = {"n_steps": 16, "batch_size": 8}
     files = {"storage_dir": tmp_path / "files"} if cls is sb3.DQN and kind is SharedMemoryVecEnv else {}
     if cls is sb3.DQN:
         options = {"buffer_size": 200, "replay_buffer_class": buffer_class, "replay_buffer_kwargs": files}
-    callbacks = [ResumeCallback(tmp_path / "saves", 50) for _ in range(2)]
-    model = cls("MlpPolicy", build(), seed=1, policy_kwargs={**SMALL}, **options).learn(100, callback=callbacks[0])
+    model = cls("MlpPolicy", build(), seed=1, policy_kwargs={**SMALL}, **options)
+    model.learn(100, callback=ResumeCallback(tmp_path / "saves", 50))
     if files:
         model.replay_buffer.close()
     with pytest.warns(UserWarning, match="Environment 1 is not deterministic.*all environments start new") as caught:
@@ -376,44 +334,40 @@ def test_environments_that_are_not_deterministic_start_new_episodes(
     if files:
         buffer.close()
     else:
-        model.learn(100 - model.num_timesteps, reset_num_timesteps=False, callback=callbacks[1])
-        assert model.num_timesteps >= 100
+        assert continue_to(100, model, ResumeCallback(tmp_path / "saves", 50)).num_timesteps >= 100
     for env in envs:
         env.close()
 
 
-def test_damaged_save_is_skipped(tmp_path: pathlib.Path) -> None:
-    ppo(vec_env_of(cartpole)).learn(160, callback=ResumeCallback(tmp_path, 32))
+def test_damaged_save_is_skipped(tmp_path: Path) -> None:
+    ppo().learn(160, callback=ResumeCallback(tmp_path, 32))
     older, newest = sorted(tmp_path.iterdir(), key=lambda path: int(path.name[5:]))
     (newest / "model.zip").write_bytes(b"damaged")
     with pytest.warns(UserWarning, match="is damaged"):
-        model = resume(tmp_path, vec_env_of(cartpole))
+        model = resume(tmp_path, cartpoles())
     assert older.name == f"save-{model.num_timesteps}"
-    model.learn(160 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
-    assert resume(tmp_path, vec_env_of(cartpole)).num_timesteps == int(newest.name[5:])
+    continue_to(160, model, ResumeCallback(tmp_path, 32))
+    assert resume(tmp_path, cartpoles()).num_timesteps == int(newest.name[5:])
 
 
-def test_save_of_another_version_is_not_damaged(tmp_path: pathlib.Path) -> None:
-    ppo(vec_env_of(cartpole)).learn(32, callback=ResumeCallback(tmp_path, 16))
+def test_save_of_another_version_is_not_damaged(tmp_path: Path) -> None:
+    ppo().learn(32, callback=ResumeCallback(tmp_path, 16))
     marker = max(tmp_path.iterdir()) / "save.json"
     marker.write_text(marker.read_text().replace("sb3_ext save 4", "sb3_ext save 9"))
     with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 4'\. Use the version"):
-        resume(tmp_path, vec_env_of(cartpole))
+        resume(tmp_path, cartpoles())
 
 
 @pytest.mark.parametrize(
     ("error", "raised", "match"),
-    [
-        (KeyboardInterrupt(), KeyboardInterrupt, None),
-        (OSError(28, "full"), StorageError, "Earlier saves are complete"),
-    ],
+    [(KeyboardInterrupt(), KeyboardInterrupt, None), (OSError(28, "full"), StorageError, "Earlier saves are complete")],
 )
 def test_save_that_fails_leaves_the_previous_one(
-    error: BaseException, raised: Any, match: str | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, raised: Any, match: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "notes.txt").touch()
     (tmp_path / "save-1").mkdir()
-    model = ppo(vec_env_of(cartpole)).learn(64, callback=ResumeCallback(tmp_path, 32))
+    model = ppo().learn(64, callback=ResumeCallback(tmp_path, 32))
 
     def fail(*_: Any) -> None:
         raise error
@@ -422,7 +376,7 @@ def test_save_that_fails_leaves_the_previous_one(
         patch.setattr("sb3_ext.resume_callback._flush_to_disk", fail)
         with pytest.raises(raised, match=match):
             model.learn(100, callback=ResumeCallback(tmp_path, 32), reset_num_timesteps=False)
-    model = resume(tmp_path, vec_env_of(cartpole))
+    model = resume(tmp_path, cartpoles())
     assert model.num_timesteps == 32
     with pytest.warns(UserWarning, match="schedules differ"):
         model.learn(64, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
@@ -430,26 +384,25 @@ def test_save_that_fails_leaves_the_previous_one(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".unfinished")]
 
 
-def test_saves_of_another_run_are_kept(tmp_path: pathlib.Path) -> None:
+def test_saves_of_another_run_are_kept(tmp_path: Path) -> None:
     for name in ("one", "other"):
-        ppo(vec_env_of(cartpole)).learn(128 if name == "one" else 200, callback=ResumeCallback(tmp_path / name, 32))
+        ppo().learn(128 if name == "one" else 200, callback=ResumeCallback(tmp_path / name, 32))
     saves = sorted(tmp_path.glob("*/save-*"))
     for folder, options, match in (
         ("one", {}, "reset_num_timesteps=False"),
         ("other", {"reset_num_timesteps": False}, "another run"),
     ):
-        model = resume(tmp_path / "one", vec_env_of(cartpole))
+        model = resume(tmp_path / "one", cartpoles())
         with pytest.raises(InvalidArgumentError, match=match):
             model.learn(32, callback=ResumeCallback(tmp_path / folder, 1000), **options)  # type: ignore[arg-type]
     assert sorted(tmp_path.glob("*/save-*")) == saves
 
 
-def test_other_number_of_callbacks_than_in_the_run_is_reported(tmp_path: pathlib.Path) -> None:
-    ppo(vec_env_of(cartpole)).learn(64, callback=[ResumeCallback(tmp_path, 32), StopAt(1000)])
-    model = resume(tmp_path, vec_env_of(cartpole))
-    callbacks = [ResumeCallback(tmp_path, 32), StopAt(1000), StopAt(2000)]
+def test_other_number_of_callbacks_than_in_the_run_is_reported(tmp_path: Path) -> None:
+    ppo().learn(64, callback=[ResumeCallback(tmp_path, 32), StopAt(1000)])
+    model = resume(tmp_path, cartpoles())
     with pytest.warns(UserWarning, match="2 callbacks StopAt, but 1"):
-        model.learn(64 - model.num_timesteps, callback=callbacks, reset_num_timesteps=False)
+        continue_to(64, model, ResumeCallback(tmp_path, 32), StopAt(1000), StopAt(2000))
 
 
 class Opaque(BaseCallback):
@@ -464,11 +417,10 @@ class Opaque(BaseCallback):
         return True
 
 
-def test_callback_attributes_that_are_not_saved_are_reported_once(tmp_path: pathlib.Path) -> None:
-    with pytest.warns(
-        UserWarning, match=r"not saved.*: Opaque\.history \(StringIO\), Opaque\.lock \(lock\)\. Use"
-    ) as caught:
-        ppo(vec_env_of(cartpole)).learn(96, callback=[Opaque(), StopAt(1000), ResumeCallback(tmp_path, 32)])
+def test_callback_attributes_that_are_not_saved_are_reported_once(tmp_path: Path) -> None:
+    said = r"not saved.*: Opaque\.history \(StringIO\), Opaque\.lock \(lock\)\. Use"
+    with pytest.warns(UserWarning, match=said) as caught:
+        ppo().learn(96, callback=[Opaque(), StopAt(1000), ResumeCallback(tmp_path, 32)])
     assert len(caught) == 1
 
 
@@ -520,10 +472,10 @@ class Served(gymnasium.Wrapper):
     ("wrap", "every"), [(normalized, 32), (functools.partial(Ages, what="length"), 160), (Served, 64)]
 )
 def test_attributes_that_last_over_episodes_continue_and_those_of_the_process_stay(
-    isolation: Any, wrap: Any, every: int, tmp_path: pathlib.Path
+    isolation: Any, wrap: Any, every: int, tmp_path: Path
 ) -> None:
     def build() -> Any:
-        return make_vec_env(lambda: wrap(gymnasium.make("CartPole-v1")), 2, 3, isolation=isolation)
+        return make_vec_env(lambda: cartpole(wrap), 2, 3, isolation=isolation)
 
     envs, names = [build(), build()], ("port", "folder") if wrap is Served else ()
     whole = ppo(envs[0]).learn(320, callback=ResumeCallback(tmp_path, every))
@@ -532,19 +484,18 @@ def test_attributes_that_last_over_episodes_continue_and_those_of_the_process_st
     with pytest.warns(UserWarning, match=said) if wrap is Served else contextlib.nullcontext():
         model = resume(tmp_path, envs[1])
     assert before == [envs[1].get_attr(name) for name in names]
-    model.learn(320 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, every))
+    continue_to(320, model, ResumeCallback(tmp_path, every))
     assert_equal(state_of(whole), state_of(model))
     for env in envs:
         env.close()
 
 
 @pytest.mark.parametrize("what", ["reward", "noise"])
-def test_rewards_that_cannot_be_repeated_are_reported(what: str, tmp_path: pathlib.Path) -> None:
-    env_fn = functools.partial(Ages, gymnasium.make("CartPole-v1"), what)
-    ppo(vec_env_of(env_fn)).learn(64, callback=ResumeCallback(tmp_path, 32))
-    env_fn = functools.partial(Ages, gymnasium.make("CartPole-v1"), what)
+def test_rewards_that_cannot_be_repeated_are_reported(what: str, tmp_path: Path) -> None:
+    envs = [DummyVecEnv([lambda: cartpole(functools.partial(Ages, what=what))]) for _ in range(2)]
+    ppo(envs[0]).learn(64, callback=ResumeCallback(tmp_path, 32))
     with pytest.warns(UserWarning, match="is not deterministic, or its episode depends on earlier ones"):
-        resume(tmp_path, vec_env_of(env_fn))
+        resume(tmp_path, envs[1])
 
 
 class Anneal(BaseCallback):
@@ -555,62 +506,47 @@ class Anneal(BaseCallback):
         return True
 
 
-def test_callback_of_rollouts_before_resume_callback_is_refused(tmp_path: pathlib.Path) -> None:
+def test_callback_of_rollouts_before_resume_callback_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"Anneal comes before.*\[ResumeCallback\(\.\.\.\), \.\.\.\]"):
-        ppo(vec_env_of(cartpole)).learn(64, callback=[Anneal(), ResumeCallback(tmp_path, 32)])
-    models = [ppo(vec_env_of(cartpole)).learn(64, callback=[ResumeCallback(tmp_path, 32), Anneal()])]
-    models.append(resume(tmp_path, vec_env_of(cartpole)))
-    callbacks = [ResumeCallback(tmp_path, 32), Anneal()]
-    models[1].learn(64 - models[1].num_timesteps, reset_num_timesteps=False, callback=callbacks)
-    assert models[0].ent_coef == models[1].ent_coef
+        ppo().learn(64, callback=[Anneal(), ResumeCallback(tmp_path, 32)])
+    whole = ppo().learn(64, callback=[ResumeCallback(tmp_path, 32), Anneal()])
+    model = continue_to(64, resume(tmp_path, cartpoles()), ResumeCallback(tmp_path, 32), Anneal())
+    assert whole.ent_coef == model.ent_coef
 
 
-def test_callback_inside_another_one_is_refused(tmp_path: pathlib.Path) -> None:
-    callback = EveryNTimesteps(40, ResumeCallback(tmp_path, 32))
+def test_callback_inside_another_one_is_refused(tmp_path: Path) -> None:
+    callback = sb3_callbacks.EveryNTimesteps(40, ResumeCallback(tmp_path, 32))
     with pytest.raises(InvalidArgumentError, match=r"inside EveryNTimesteps.* never save.*every=32\), \.\.\.\]"):
-        ppo(vec_env_of(cartpole)).learn(64, callback=callback)
+        ppo().learn(64, callback=callback)
     assert not list(tmp_path.iterdir())
 
 
-class Move(BaseCallback):
-    """Callback that changes the working directory, as libraries of experiments do."""
-
-    def _on_step(self) -> bool:
-        os.chdir("/")
-        return True
-
-
-def test_relative_folder_is_that_of_the_start_of_training(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_folder_is_that_of_the_start_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    ppo(vec_env_of(cartpole)).learn(96, callback=[ResumeCallback("saves", 32), Move()])
+    move = sb3_callbacks.ConvertCallback(lambda *_: os.chdir("/") is None)  # as libraries of experiments do
+    ppo().learn(96, callback=[ResumeCallback("saves", 32), move])
     assert {path.name for path in (tmp_path / "saves").iterdir()} == {"save-32", "save-64"}
 
 
-def test_run_continues_with_another_render_mode(tmp_path: pathlib.Path) -> None:
-    ppo(vec_env_of(cartpole)).learn(64, callback=ResumeCallback(tmp_path, 32))
-    resume(tmp_path, vec_env_of(lambda: Monitor(gymnasium.make("CartPole-v1", render_mode="rgb_array"))))
+def test_run_continues_with_another_render_mode(tmp_path: Path) -> None:
+    ppo().learn(64, callback=ResumeCallback(tmp_path, 32))
+    resume(tmp_path, DummyVecEnv([lambda: Monitor(gymnasium.make("CartPole-v1", render_mode="rgb_array"))]))
 
 
-def test_unsupported_runs_are_refused(tmp_path: pathlib.Path) -> None:
+def test_unsupported_runs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="every=0"):
         ResumeCallback(tmp_path, 0)
     with pytest.raises(CorruptFileError, match="found none"):
-        resume(tmp_path / "missing", vec_env_of(cartpole))
-    options = {"replay_buffer_class": CompressedReplayBuffer, "buffer_size": 100}
-    lossy = {"storage_dir": tmp_path / "buffer", "max_bytes": 10_000_000}
-    model = sb3.DQN("MlpPolicy", cartpole(), replay_buffer_kwargs=lossy, **options)
+        resume(tmp_path / "missing", cartpoles())
+    lossy = of_buffer(CompressedReplayBuffer, storage_dir=tmp_path / "buffer", max_bytes=10_000_000)
+    model = sb3.DQN("MlpPolicy", cartpole(), **lossy)
     with pytest.raises(InvalidArgumentError, match=r"storage_dir=.*max_bytes"):
         model.learn(10, callback=ResumeCallback(tmp_path))
     model.replay_buffer.close()
     env = SubprocVecEnv([cartpole], start_method="fork")
-    try:
-        with pytest.raises(InvalidTypeError, match="SubprocVecEnv"):
-            ppo(env).learn(10, callback=ResumeCallback(tmp_path))
-    finally:
-        env.close()
-    on_tensors = tensor.A2C("MlpPolicy", tensor.TensorVecNormalize(vec_env_of(cartpole)), device="cpu")
+    with contextlib.closing(env), pytest.raises(InvalidTypeError, match="SubprocVecEnv"):
+        ppo(env).learn(10, callback=ResumeCallback(tmp_path))
+    on_tensors = tensor.A2C("MlpPolicy", tensor.TensorVecNormalize(cartpoles()), device="cpu")
     with pytest.raises(InvalidTypeError, match="from stable_baselines3 import A2C"):
         on_tensors.learn(10, callback=ResumeCallback(tmp_path))
 
@@ -627,24 +563,24 @@ PPO("MlpPolicy", "CartPole-v1", seed=1, n_steps=16, batch_size=8, n_epochs=1, po
 
 @pytest.mark.sample(ci=2)
 @pytest.mark.parametrize("seconds", [0.0, 0.037])
-def test_killed_process_leaves_a_save_and_a_living_one_keeps_its_folder(seconds: float, tmp_path: pathlib.Path) -> None:
+def test_killed_process_leaves_a_save_and_a_living_one_keeps_its_folder(seconds: float, tmp_path: Path) -> None:
     process = programs.start(SCRIPT, "sb3", str(tmp_path))
     try:
         deadline = time.monotonic() + 120
         while not list(tmp_path.glob("save-*")) and time.monotonic() < deadline:
             time.sleep(0.01)
-        model = resume(tmp_path, vec_env_of(cartpole))
+        model = resume(tmp_path, cartpoles())
         with pytest.raises(StorageError, match=f"in use by process {process.pid}, which saves"):
             model.learn(64, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
         time.sleep(seconds)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    model = resume(tmp_path, vec_env_of(cartpole))
+    model = resume(tmp_path, cartpoles())
     steps = model.num_timesteps
     with pytest.warns(UserWarning, match="schedules differ"):
         model.learn(64, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
-    assert_equal(state_of(ppo(vec_env_of(cartpole)).learn(steps + 64)), state_of(model))
+    assert_equal(state_of(ppo().learn(steps + 64)), state_of(model))
     assert not (tmp_path / "lock").exists()
 
 
@@ -653,7 +589,7 @@ class Stateful(BaseCallback):
 
     def __init__(self, folder: str, limit: int = 5) -> None:
         super().__init__()
-        self.path, self.twice, self.limit = pathlib.Path(folder), 2 * limit, limit
+        self.path, self.twice, self.limit = Path(folder), 2 * limit, limit
         self.seen: set[int] = set()
 
     def _on_step(self) -> bool:
@@ -661,36 +597,30 @@ class Stateful(BaseCallback):
         return True
 
 
-def test_callbacks_keep_their_arguments_and_continue_their_state(tmp_path: pathlib.Path) -> None:
-    ppo(vec_env_of(cartpole)).learn(96, callback=[ResumeCallback(tmp_path, 32), Stateful("a")])
-    model = resume(tmp_path, vec_env_of(cartpole))
-    callback, rest = Stateful("b", 7), 96 - model.num_timesteps
+def test_callbacks_keep_their_arguments_and_continue_their_state(tmp_path: Path) -> None:
+    ppo().learn(96, callback=[ResumeCallback(tmp_path, 32), Stateful("a")])
+    model = resume(tmp_path, cartpoles())
+    callback = Stateful("b", 7)
     seen = callback.seen
-    model.learn(rest, reset_num_timesteps=False, callback=[ResumeCallback(tmp_path, 32), callback])
-    assert (callback.path, callback.twice, callback.limit) == (pathlib.Path("b"), 14, 7)
+    continue_to(96, model, ResumeCallback(tmp_path, 32), callback)
+    assert (callback.path, callback.twice, callback.limit) == (Path("b"), 14, 7)
     assert callback.seen is seen
     assert seen == set(range(1, 97))
 
 
-def test_wrappers_of_a_vec_env_keep_their_arguments(tmp_path: pathlib.Path) -> None:
-    ppo(VecNormalize(vec_env_of(cartpole))).learn(64, callback=ResumeCallback(tmp_path, 32))
-    env = VecNormalize(vec_env_of(cartpole), clip_obs=3.0)
+def test_wrappers_of_a_vec_env_keep_their_arguments(tmp_path: Path) -> None:
+    ppo(VecNormalize(cartpoles())).learn(64, callback=ResumeCallback(tmp_path, 32))
+    env = VecNormalize(cartpoles(), clip_obs=3.0)
     resume(tmp_path, env)
     assert env.clip_obs == 3.0
     assert env.obs_rms.count > 30
 
 
-def test_layout_of_the_last_observations_continues(tmp_path: pathlib.Path) -> None:
-    def build() -> Any:
-        space = gymnasium.spaces.Box(0, 255, (36, 36, 1), np.uint8)
-        env = gymnasium.make("CartPole-v1")
-        function = functools.partial(np.resize, new_shape=(36, 36, 1))
-        return vec_env_of(lambda: TransformObservation(env, lambda obs: function((50 * obs).astype(np.uint8)), space))
-
-    model = sb3.PPO("CnnPolicy", build(), n_steps=8, batch_size=8, n_epochs=1).learn(
-        16, callback=ResumeCallback(tmp_path, 8)
-    )
-    assert resume(tmp_path, build())._last_obs.strides == model._last_obs.strides
+def test_layout_of_the_last_observations_continues(tmp_path: Path) -> None:
+    envs = [DummyVecEnv([lambda: images(36, 36, 1)]) for _ in range(2)]
+    model = sb3.PPO("CnnPolicy", envs[0], n_steps=8, batch_size=8, n_epochs=1)
+    model.learn(16, callback=ResumeCallback(tmp_path, 8))
+    assert resume(tmp_path, envs[1])._last_obs.strides == model._last_obs.strides
 
 
 RENAMED = """
@@ -711,7 +641,7 @@ else:
 """
 
 
-def test_classes_of_the_script_are_those_of_the_present_script(tmp_path: pathlib.Path) -> None:
+def test_classes_of_the_script_are_those_of_the_present_script(tmp_path: Path) -> None:
     def run(name: str, version: str) -> Any:
         return programs.run(RENAMED.format(name=name, version=version), "sb3", cwd=tmp_path)
 
@@ -721,34 +651,131 @@ def test_classes_of_the_script_are_those_of_the_present_script(tmp_path: pathlib
     assert message in run("Other", "new").stderr
 
 
-def test_missing_modules_are_reported(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_modules_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_algorithms.py").write_text("from stable_baselines3 import PPO\nclass Mine(PPO):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     from my_algorithms import Mine  # type: ignore[import-not-found]
 
-    model = Mine("MlpPolicy", vec_env_of(cartpole), n_steps=16, batch_size=8, n_epochs=1)
+    model = Mine("MlpPolicy", cartpoles(), n_steps=16, batch_size=8, n_epochs=1)
     model.learn(32, callback=ResumeCallback(tmp_path / "run", 16))
     monkeypatch.delattr("my_algorithms.Mine")
     with pytest.raises(InvalidArgumentError, match=r"no such name now\..*my_algorithms\.Mine = my_algorithms\.NewName"):
-        resume(tmp_path / "run", vec_env_of(cartpole))
+        resume(tmp_path / "run", cartpoles())
     monkeypatch.setitem(sys.modules, "my_algorithms", None)
     with pytest.raises(InvalidArgumentError, match=r"cannot be imported.*sys\.modules\[.my_algorithms.\] = new_name"):
-        resume(tmp_path / "run", vec_env_of(cartpole))
+        resume(tmp_path / "run", cartpoles())
 
 
-def test_folder_that_cannot_be_written_is_found_before_training(tmp_path: pathlib.Path) -> None:
+def test_folder_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    model = ppo(vec_env_of(cartpole))
+    model = ppo()
     with pytest.raises(StorageError, match=r"file is a file\. Use another folder"):
         model.learn(64, callback=ResumeCallback(tmp_path / "file" / "run"))
     assert model.num_timesteps == 0
     for options in ({"monitor_dir": str(tmp_path / "file")}, {"recorder": tmp_path / "file" / "crashes"}):
         with pytest.raises(StorageError, match=rf"^{next(iter(options))}='.*file is a file"):
             make_vec_env("CartPole-v1", **options)
-    options = {
-        "replay_buffer_class": CompressedReplayBuffer,
-        "replay_buffer_kwargs": {"storage_dir": tmp_path / "file/b"},
-    }
     with pytest.raises(StorageError, match=r"^storage_dir='.*file is a file"):
-        sb3.DQN("MlpPolicy", vec_env_of(cartpole), **options)
+        sb3.DQN("MlpPolicy", cartpoles(), **of_buffer(CompressedReplayBuffer, storage_dir=tmp_path / "file" / "b"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# -- storage_dir: files are unchanged if the environments or arguments do not fit
+
+
+def two_cartpoles(**options: Any) -> Any:
+    return make_vec_env("CartPole-v1", 2, 0, isolation="in-process", **options)
+
+
+def same(env: gymnasium.Env[Any, Any], space: Any = None) -> gymnasium.Env[Any, Any]:
+    return TransformObservation(env, lambda observation: observation, space)
+
+
+def unchanged(**options: Any) -> Any:
+    return two_cartpoles(wrapper_class=same, **options)
+
+
+def wider(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    """Return an environment whose wrapper has the same class and other bounds."""
+    return same(env, gymnasium.spaces.Box(-9, 9, (4,)))
+
+
+def make_dqn(env: Any, folder: Path, cls: Any = CompressedReplayBuffer, **options: Any) -> Any:
+    """Make a DQN whose replay buffer is in a folder."""
+    return without_logger(sb3.DQN("MlpPolicy", env, **of_buffer(cls, storage_dir=folder, **options)))
+
+
+def other_cartpole() -> gymnasium.Env[Any, Any]:
+    """Build CartPole-v1 with another id."""
+    spec = copy.deepcopy(gymnasium.spec("CartPole-v1"))
+    spec.id = "OtherPole-v1"
+    return same(Monitor(gymnasium.make(spec)))
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    model = make_dqn(unchanged(), folder / "files")
+    model.learn(100, callback=ResumeCallback(folder / "saves", 40)).replay_buffer.close()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments", "message"),
+    [
+        (lambda: make_vec_env("Acrobot-v1", 2, 0, isolation="in-process", wrapper_class=same), {}, "Acrobot"),
+        (two_cartpoles, {}, "environment 0 is"),
+        (lambda: two_cartpoles(wrapper_class=TimeAwareObservation), {}, "environment 0 is"),
+        (lambda: two_cartpoles(wrapper_class=wider), {}, "Observation spaces do not match"),
+        (
+            lambda: unchanged(env_kwargs={"max_episode_steps": 9}),
+            *({}, r"TimeLimit\(9\) .*: expected .*TimeLimit\(500\) .*DQN\.load\(.*model\.zip', env=env\)"),
+        ),
+        (
+            lambda: unchanged(env_kwargs={"sutton_barto_reward": True}),
+            *({}, r"CartPoleEnv \('CartPole-v1', sutton_barto_reward=True\): expected .*CartPoleEnv \('CartPole-v1'\)"),
+        ),
+        (lambda: DummyVecEnv([other_cartpole] * 2), {}, r"\('OtherPole-v1'\): .*\('CartPole-v1'\)"),
+        (lambda: DummyVecEnv([other_cartpole]), {}, "env has 1 environments: expected 2"),
+        (lambda: None, {}, "env is of type NoneType"),
+        (lambda: VecFrameStack(unchanged(), 1), {}, "env has the wrappers"),
+        (unchanged, {"device": "nothing"}, "device"),
+        (unchanged, {"custom_objects": {"replay_buffer_kwargs": {}}}, "not in storage_dir"),
+    ],
+)
+def test_refused_resume_leaves_the_files_of_the_buffer(
+    build: Callable[[], Any], arguments: dict[str, Any], message: str, saved_run: Path
+) -> None:
+    def contents() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (saved_run / "files").rglob("*") if path.is_file()}
+
+    before = contents()
+    with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
+        resume(saved_run / "saves", build(), **arguments)
+    assert contents() == before
+
+
+def test_copy_opened_by_load_replay_buffer_needs_its_folder_in_the_arguments(tmp_path: Path) -> None:
+    model = make_dqn(two_cartpoles(), tmp_path / "a")
+    model.learn(16).save_replay_buffer(tmp_path / "saved")
+    model.learn(16, reset_num_timesteps=False).load_replay_buffer(tmp_path / "saved")
+    assert model.replay_buffer.size() == 8
+    with pytest.raises(InvalidArgumentError, match=r"is in '.*a-copy1', expected replay_buffer_kwargs") as caught:
+        model.learn(16, reset_num_timesteps=False, callback=ResumeCallback(tmp_path / "saves", 8))
+    exec(str(caught.value).partition("Use ")[2].removesuffix(" before learn()"), {"model": model})
+    model.learn(16, reset_num_timesteps=False, callback=ResumeCallback(tmp_path / "saves", 8))
+    model.replay_buffer.close()
+    assert resume(tmp_path / "saves", two_cartpoles()).replay_buffer.size() == 12
+
+
+def schedule(progress: float) -> float:
+    return 0.25
+
+
+def test_resume_restores_schedule_of_prioritized_buffer_in_a_folder(tmp_path: Path) -> None:
+    model = make_dqn(two_cartpoles(), tmp_path / "a", CompressedPrioritizedReplayBuffer, beta=schedule)
+    model.learn(16, callback=ResumeCallback(tmp_path / "saves", 8))
+    model.replay_buffer.close()
+    model = resume(tmp_path / "saves", two_cartpoles())
+    assert model.replay_buffer.beta(1.0) == 0.25
+    without_logger(model).learn(16, reset_num_timesteps=False)

@@ -1,5 +1,3 @@
-"""Compressed rollout buffers, also those for sb3-contrib, return the bits of the original buffers."""
-
 from __future__ import annotations
 
 import copy
@@ -60,13 +58,8 @@ def make_step(buffer: Any, obs: Any, rng: np.random.Generator) -> dict[str, Any]
         state = torch.from_numpy(rng.standard_normal((4, 1, n_envs, 5)).astype(np.float32))
         step["lstm_states"] = RNNStates((state[0], state[1]), (state[2], state[3]))
     action = sample_batch(buffer.action_space, n_envs)
-    return {
-        "obs": obs,
-        "action": action,
-        "reward": rng.standard_normal(n_envs),
-        "episode_start": rng.random(n_envs) < 0.2,
-        **step,
-    }
+    step |= {"reward": rng.standard_normal(n_envs), "episode_start": rng.random(n_envs) < 0.2}
+    return {"obs": obs, "action": action, **step}
 
 
 def fill_rollouts(buffers: tuple[Any, Any], observations: list[Any], *, seed: int = 0) -> None:

@@ -1,5 +1,3 @@
-"""SBX (SB3's algorithms in JAX) and rl-zoo3 train with this package's buffers and vectorized environments."""
-
 from __future__ import annotations
 
 import json

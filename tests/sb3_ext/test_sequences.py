@@ -1,5 +1,3 @@
-"""Sequences of compressed replay buffers equal those of a plain loop over Stable Baselines3's arrays."""
-
 from __future__ import annotations
 
 import threading
@@ -20,6 +18,7 @@ from tests.sb3_ext.buffer_envs import (
     collect_transitions,
     make_buffers,
     make_buffers_for,
+    repeating_in_thread,
 )
 from tests.sb3_ext.vec_checks import assert_equal
 
@@ -180,17 +179,13 @@ def test_sequences_are_consistent_while_other_threads_add() -> None:
     ours, _ = make_buffers("plain", 40, IMAGE, ACTIONS, 2, n_stack=3)
     source = TransitionSource(IMAGE, ACTIONS, 2, end_probability=0.05)
     ours.add(*source.step())
-    stop, turn = threading.Event(), threading.Lock()
+    turn = threading.Lock()
 
     def add() -> None:
-        while not stop.is_set():
-            with turn:
-                ours.add(*source.step())
+        with turn:
+            ours.add(*source.step())
 
-    threads = [threading.Thread(target=add) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
+    with repeating_in_thread(add), repeating_in_thread(add):
         for _ in range(200):
             found = ours.sample_sequences(4, 6, 3)
             steps = found.rewards[..., 0] - found.rewards[:, :1, 0]  # rewards count the steps of an environment
@@ -198,10 +193,6 @@ def test_sequences_are_consistent_while_other_threads_add() -> None:
             assert th.equal(steps[present], th.arange(9.0).repeat(4, 1)[present])
             following = present[:, 1:]
             assert th.equal(found.observations[:, 1:][following], found.next_observations[:, :-1][following])
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
 
 
 def test_sequences_of_bounded_errors_do_not_end_with_a_segment() -> None:

@@ -1,5 +1,3 @@
-"""Buffers with ``storage_dir`` or ``max_bytes`` contain the right transitions, the same for all keys."""
-
 from __future__ import annotations
 
 import gc
@@ -7,7 +5,6 @@ import io
 import os
 import pickle
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +31,7 @@ from tests.sb3_ext.buffer_envs import (
     make_buffers,
     make_buffers_for,
     make_reach_vec_env,
+    repeating_in_thread,
     without_logger,
 )
 
@@ -51,9 +49,7 @@ def make_compressed(kind: str, rows: int, venv: Any, **options: Any) -> Any:
 
 def test_copy_info_dict_with_storage_dir_is_refused(tmp_path: Path) -> None:
     venv = make_reach_vec_env()
-    with pytest.raises(
-        InvalidArgumentError, match="copy_info_dict=True stores dicts, which storage_dir does not support"
-    ):
+    with pytest.raises(InvalidArgumentError, match="True stores dicts, which storage_dir does not support"):
         make_compressed("hindsight", 40, venv, copy_info_dict=True, storage_dir=tmp_path, resume=True)
     make_compressed("hindsight", 40, venv, storage_dir=tmp_path, resume=True).close()
 
@@ -108,18 +104,13 @@ def test_saved_buffer_is_consistent_while_thread_adds() -> None:
     venv = ENVS["dict"]()
     transitions = collect_transitions(venv, 40)
     buffer = make_compressed("dict", 40, venv)
-    for number, transition in enumerate(transitions):
-        buffer.add(*transition[:3], np.full(venv.num_envs, number), *transition[4:])
-    done = threading.Event()
 
-    def keep_adding() -> None:
-        while not done.is_set():
-            for number, transition in enumerate(transitions):
-                buffer.add(*transition[:3], np.full(venv.num_envs, number), *transition[4:])
+    def add_all_numbered() -> None:
+        for number, transition in enumerate(transitions):
+            buffer.add(*transition[:3], np.full(venv.num_envs, number), *transition[4:])
 
-    thread = threading.Thread(target=keep_adding)
-    thread.start()
-    try:
+    add_all_numbered()
+    with repeating_in_thread(add_all_numbered):
         for _ in range(8):
             file = io.BytesIO()
             save_to_pkl(file, buffer)
@@ -129,9 +120,6 @@ def test_saved_buffer_is_consistent_while_thread_adds() -> None:
             for row, number in enumerate(loaded.rewards[rows, 0].astype(int)):
                 for key, view in obs.items():
                     np.testing.assert_array_equal(view[row], transitions[number][0][key])
-    finally:
-        done.set()
-        thread.join()
 
 
 # -- new models, loaded models and loaded replay buffers continue in the right ``storage_dir``
@@ -141,18 +129,9 @@ IMAGE_SPACES = spaces.Box(0, 255, (1, 36, 36), np.uint8), spaces.Discrete(2)
 
 def make_dqn(folder: Path, **options: Any) -> DQN:
     """Return a new model whose replay buffer is in a folder."""
-    kwargs = {"storage_dir": folder, **options}
-    model = DQN(
-        "MlpPolicy",
-        "CartPole-v1",
-        buffer_size=500,
-        learning_starts=10_000,
-        train_freq=1,
-        replay_buffer_class=CompressedReplayBuffer,
-        replay_buffer_kwargs=kwargs,
-        policy_kwargs={"net_arch": [4]},
-    )
-    return without_logger(model)
+    sizes = {"buffer_size": 500, "learning_starts": 10_000, "train_freq": 1, "policy_kwargs": {"net_arch": [4]}}
+    buffer = {"replay_buffer_class": CompressedReplayBuffer, "replay_buffer_kwargs": {"storage_dir": folder, **options}}
+    return without_logger(DQN("MlpPolicy", "CartPole-v1", **sizes, **buffer))
 
 
 def size_of_folder(folder: Path) -> int:
@@ -251,11 +230,8 @@ def test_saved_buffer_of_another_living_buffer_is_a_copy(tmp_path: Path, caplog:
         buffer.close()
 
 
-def test_file_of_a_buffer_in_memory_warns_a_model_with_a_folder(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    buffer = CompressedReplayBuffer(40, spaces.Box(-1, 1, (4,)), spaces.Discrete(2))
-    (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(buffer))
+def test_file_of_a_buffer_in_memory_warns_a_model_with_a_folder(tmp_path: Path, caplog: Any) -> None:
+    save_to_pkl(tmp_path / "buffer.pkl", CompressedReplayBuffer(40, spaces.Box(-1, 1, (4,)), spaces.Discrete(2)))
     model = make_dqn(tmp_path / "a")
     folder = model.replay_buffer
     model.load_replay_buffer(tmp_path / "buffer.pkl")
@@ -278,16 +254,11 @@ SMALL = spaces.Box(0, 255, (3, 6, 5), np.uint8)
 
 def make_model(kind: str, ours: bool, **options: Any) -> Any:
     """Return a DQN or SAC model with a compressed replay buffer, or with SB3's."""
-    defaults: dict[str, Any] = {
-        "learning_starts": 10_000,
-        "seed": 0,
-        "device": "cpu",
-        "policy_kwargs": {"net_arch": [4]},
-    }
-    defaults["replay_buffer_class"] = REPLAY[kind][0 if ours else 1]
+    options |= {"replay_buffer_class": REPLAY[kind][0 if ours else 1], "seed": 0, "device": "cpu"}
+    options |= {"learning_starts": 10_000, "policy_kwargs": {"net_arch": [4]}}
     if kind == "plain":
-        return without_logger(DQN("CnnPolicy", image_env(), buffer_size=400, **defaults, **options))
-    return without_logger(SAC("MultiInputPolicy", make_reach_vec_env(size=36), buffer_size=80, **defaults, **options))
+        return without_logger(DQN("CnnPolicy", image_env(), buffer_size=400, **options))
+    return without_logger(SAC("MultiInputPolicy", make_reach_vec_env(size=36), buffer_size=80, **options))
 
 
 @pytest.mark.filterwarnings("ignore:The last trajectory in the replay buffer will be truncated")
@@ -304,8 +275,7 @@ def test_model_saves_and_loads_replay_buffer(
 ) -> None:
     loaded, sizes = [], []
     for ours in (True, False):
-        model = make_model(kind, ours, replay_buffer_kwargs=options)
-        model.learn(n_steps)
+        model = make_model(kind, ours, replay_buffer_kwargs=options).learn(n_steps)
         path = tmp_path / f"{ours}.pkl"
         model.save_replay_buffer(path)
         sizes.append(path.stat().st_size)
@@ -337,16 +307,20 @@ def saved_buffer() -> bytes:
 
 
 def test_file_of_sb3s_buffer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(make_small_buffers()[1]))
+    save_to_pkl(tmp_path / "buffer.pkl", make_small_buffers()[1])
     with pytest.raises(CorruptFileError, match="contains a ReplayBuffer, expected a CompressedReplayBuffer"):
         CompressedReplayBuffer.load(tmp_path / "buffer.pkl")
 
 
-def test_unknown_format_version_is_refused(tmp_path: Path) -> None:
+def test_states_of_other_versions_and_damaged_ones_are_refused() -> None:
     state = make_small_buffers()[0].__getstate__()
-    for version in (2, None):
-        with pytest.raises(CorruptFileError, match=f"has format {version}, but this version reads 1; use the version"):
-            CompressedReplayBuffer.__new__(CompressedReplayBuffer).__setstate__({**state, "format": version})
+    for changed, text in (
+        ({"format": 2}, "has format 2, but this version reads 1; use the version"),
+        ({"format": None}, "has format None, but this version reads 1; use the version"),
+        ({"attributes": state["attributes"] ^ 1}, "is damaged: its checksum does not match its contents"),
+    ):
+        with pytest.raises(CorruptFileError, match=text):
+            CompressedReplayBuffer.__new__(CompressedReplayBuffer).__setstate__({**state, **changed})
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

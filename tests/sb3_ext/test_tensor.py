@@ -1,5 +1,3 @@
-"""Algorithms on tensors get the weights, logs and files of Stable Baselines3."""
-
 from __future__ import annotations
 
 import copy
@@ -19,7 +17,6 @@ import stable_baselines3 as sb3
 import torch
 import torch._dynamo
 from gymnasium import spaces
-from gymnasium.vector import SyncVectorEnv
 from stable_baselines3.common.callbacks import BaseCallback, CheckpointCallback, EvalCallback, StopTrainingOnMaxEpisodes
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
@@ -33,6 +30,7 @@ from sb3_ext import GymVecEnv, tensor
 from sb3_ext.tensor import TensorReplayBuffer, TensorVecNormalize
 from tests.sb3_ext.buffer_envs import Sprite, without_logger
 from tests.sb3_ext.tensor_envs import AnySpaces, Points
+from tests.sb3_ext.vec_checks import assert_equal
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "PPO": {"n_steps": 16, "batch_size": 16, "n_epochs": 2},
@@ -43,21 +41,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def small() -> dict[str, Any]:
-    """Return options of a small network. SB3 changes the dict."""
-    return {"policy_kwargs": {"net_arch": [8]}}
+def make_env(on_tensors: bool, *, normalized: bool | dict[str, Any] = False, **options: Any) -> Any:
+    """Make Points in a GymVecEnv, normalized or not.
 
-
-def make_env(on_tensors: bool, *, normalized: bool = False, **options: Any) -> Any:
-    """Make Points in a GymVecEnv, normalized or not."""
+    :param normalized: whether to normalize, or options of VecNormalize
+    """
     missing = "error" if options.get("final_obs", True) else "previous"
     env: Any = GymVecEnv(Points(**options), tensors=on_tensors, missing_final_obs=missing)
-    if not normalized:
+    if normalized is False:
         return env
-    return (TensorVecNormalize if on_tensors else VecNormalize)(env, clip_obs=1.5, clip_reward=2.0)
+    limits = {"clip_obs": 1.5, "clip_reward": 2.0} if normalized is True else normalized
+    return (TensorVecNormalize if on_tensors else VecNormalize)(env, **limits)
 
 
-def make_model(name: str, module: Any = tensor, env: Any = None, *, normalized: bool = False, **options: Any) -> Any:
+def make_model(name: str, module: Any = tensor, env: Any = None, *, normalized: Any = False, **options: Any) -> Any:
     """Make a model of ``sb3_ext.tensor`` or ``stable_baselines3``.
 
     :param options: of Points, and of the algorithm
@@ -66,16 +63,17 @@ def make_model(name: str, module: Any = tensor, env: Any = None, *, normalized: 
     of_env = {key: options.pop(key) for key in names if key in options}
     if env is None:
         env = make_env(module is tensor, normalized=normalized, discrete=name == "DQN", **of_env)
-    policy = "MultiInputPolicy" if isinstance(env.observation_space, spaces.Dict) else "MlpPolicy"
-    defaults = {"seed": 0, "device": "cpu", **OPTIONS[name], **small()}
+    is_dict = isinstance(getattr(env, "observation_space", None), spaces.Dict)
+    policy = "MultiInputPolicy" if is_dict else "CnnPolicy" if isinstance(env, Sprite) else "MlpPolicy"
+    defaults = {"seed": 0, "device": "cpu", **OPTIONS[name], "policy_kwargs": {"net_arch": [8]}}
     return without_logger(getattr(module, name)(policy, env, **{**defaults, **options}))
 
 
 def assert_equal_weights(model: Any, other: Any) -> None:
-    for (name, weights), others in zip(
-        model.policy.state_dict().items(), other.policy.state_dict().values(), strict=True
-    ):
-        assert torch.equal(weights, others), name
+    expected = other.policy.state_dict()
+    assert model.policy.state_dict().keys() == expected.keys()
+    for name, weights in model.policy.state_dict().items():
+        assert torch.equal(weights, expected[name]), name
 
 
 def train_both(name: str, steps: int, make: Callable[[Any], Any] | None = None, **options: Any) -> tuple[Any, Any]:
@@ -138,8 +136,34 @@ def make_transposed(module: Any, *, as_dict: bool) -> Any:
 
 
 def make_of_arrays(module: Any, env_id: str, *, normalized: bool) -> Any:
-    env: Any = make_vec_env(env_id, 3, seed=0, env_kwargs=None)
+    env: Any = make_vec_env(env_id, 3, seed=0)
     return (TensorVecNormalize if module is tensor else VecNormalize)(env) if normalized else env
+
+
+class Flipped(VecEnvWrapper):
+    """Wrapper whose observations have negative strides, and whose episodes end with or without last observations.
+
+    Time limits without last observations are those of gym3's environments.
+    """
+
+    def __init__(self, venv: Any, *, has_last: bool) -> None:
+        super().__init__(venv)
+        self._has_last = has_last
+
+    def reset(self) -> Any:
+        return self.venv.reset()[:, ::-1]  # type: ignore[call-overload, index]
+
+    def step_wait(self) -> Any:
+        observations, rewards, dones, infos = self.venv.step_wait()
+        for info in infos:
+            last = info.pop("terminal_observation", None)
+            if last is not None and self._has_last:
+                info["terminal_observation"] = last[::-1]
+        return observations[:, ::-1], rewards, dones, infos  # type: ignore[call-overload, index]
+
+
+def make_flipped(_: Any, *, has_last: bool) -> Any:
+    return Flipped(make_vec_env("Pendulum-v1", 3, 0, env_kwargs={"max_episode_steps": 9}), has_last=has_last)
 
 
 class Extractor(BaseFeaturesExtractor):
@@ -153,7 +177,18 @@ class Extractor(BaseFeaturesExtractor):
         return self.layers(observations)
 
 
+class InPlace(BaseFeaturesExtractor):
+    """Features extractor that changes its input."""
+
+    def __init__(self, observation_space: Any) -> None:
+        super().__init__(observation_space, features_dim=4)
+
+    def forward(self, observations: torch.Tensor) -> Any:
+        return observations.mul_(0.5)
+
+
 POLICY = {"net_arch": [8], "features_extractor_class": Extractor}
+IN_PLACE = {"net_arch": [8], "features_extractor_class": InPlace}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("PPO", {"n_steps": 7, "batch_size": 13}),
     ("PPO", {"n_steps": 16, "batch_size": 63}),  # the last batch has one sample
@@ -175,6 +210,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("TD3", {"n_steps": 2, "normalized": True}),
     ("SAC", {"use_sde": True, "sde_sample_freq": 3}),
     ("TD3", {"action_noise": OrnsteinUhlenbeckActionNoise(np.zeros(2), np.full(2, 0.3))}),
+    ("PPO", {"policy_kwargs": IN_PLACE}),
+    ("DQN", {"policy_kwargs": IN_PLACE}),
+    ("SAC", {"normalized": {"norm_obs": False}}),
+    ("SAC", {"normalized": {"norm_reward": False}}),
+    ("SAC", {"normalized": {"norm_obs_keys": ["velocity"]}, "as_dict": True}),
 ]
 
 
@@ -196,74 +236,17 @@ WEIGHTS: list[tuple[str, int, Callable[[Any], Any] | None, dict[str, Any]]] = [
         for name, env_id in (("PPO", "Pendulum-v1"), ("SAC", "Pendulum-v1"), ("DQN", "CartPole-v1"))
         for normalized in (True, False)
     ),
+    *(("SAC", 300, partial(make_flipped, has_last=has_last), {}) for has_last in (False, True)),
+    ("PPO", 32, lambda _: Sprite(3), {"policy_kwargs": {}}),  # is wrapped, and its images are transposed
 ]
 
 
-@pytest.mark.sample(quick=14, ci=60)
+@pytest.mark.sample(quick=15)
 @pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 @pytest.mark.parametrize(("name", "steps", "make", "options"), WEIGHTS)
 def test_weights_equal_those_of_sb3(name: str, steps: int, make: Any, options: dict[str, Any]) -> None:
     """Source: https://github.com/mani-skill/ManiSkill/issues/728 (sizes of buffers)."""
     train_both(name, steps, make, **copy.deepcopy(options))  # a noise has a state
-
-
-@pytest.mark.parametrize("options", [{"norm_obs": False}, {"norm_reward": False}, {"norm_obs_keys": ["velocity"]}])
-def test_weights_with_options_of_vec_normalize_equal_those_of_sb3(options: dict[str, Any], tmp_path: Path) -> None:
-    def make(module: Any) -> Any:
-        env = make_env(module is tensor, as_dict="norm_obs_keys" in options)
-        return (TensorVecNormalize if module is tensor else VecNormalize)(env, **options)
-
-    ours, _ = train_both("SAC", 80, make)
-    ours.env.save(str(tmp_path / "file.pkl"))
-    VecNormalize.load(str(tmp_path / "file.pkl"), make_env(False, as_dict="norm_obs_keys" in options))
-
-
-class Flipped(VecEnvWrapper):
-    """Wrapper that flips observations, and ends episodes with or without last observations."""
-
-    def __init__(self, venv: Any, *, has_last: bool) -> None:
-        super().__init__(venv)
-        self._has_last = has_last
-
-    def reset(self) -> Any:
-        return self.venv.reset()[:, ::-1]  # type: ignore[call-overload, index]
-
-    def step_wait(self) -> Any:
-        observations, rewards, dones, infos = self.venv.step_wait()
-        for info in infos:
-            last = info.pop("terminal_observation", None)
-            if last is not None and self._has_last:
-                info["terminal_observation"] = last[::-1]
-        return observations[:, ::-1], rewards, dones, infos  # type: ignore[call-overload, index]
-
-
-@pytest.mark.parametrize("has_last", [False, True])
-def test_environments_on_arrays_with_other_outputs(has_last: bool) -> None:
-    """Arrays with negative strides, and time limits without last observations, as of gym3's environments."""
-    options = {"max_episode_steps": 9}
-    train_both("SAC", 300, lambda _: Flipped(make_vec_env("Pendulum-v1", 3, 0, env_kwargs=options), has_last=has_last))
-
-
-class InPlace(BaseFeaturesExtractor):
-    """Features extractor that changes its input."""
-
-    def __init__(self, observation_space: Any) -> None:
-        super().__init__(observation_space, features_dim=4)
-
-    def forward(self, observations: torch.Tensor) -> Any:
-        return observations.mul_(0.5)
-
-
-@pytest.mark.parametrize("name", ["PPO", "DQN"])
-def test_policies_that_change_their_input_get_the_weights_of_sb3(name: str) -> None:
-    train_both(name, 120, policy_kwargs={"net_arch": [8], "features_extractor_class": InPlace})
-
-
-def test_single_environments_are_wrapped_and_their_images_transposed() -> None:
-    options: dict[str, Any] = {"n_steps": 8, "batch_size": 8, "n_epochs": 1, "seed": 0, "device": "cpu"}
-    assert_equal_weights(
-        *(without_logger(module.PPO("CnnPolicy", Sprite(3), **options)).learn(16) for module in (tensor, sb3))
-    )
 
 
 @pytest.mark.parametrize("name", ["PPO", "SAC"])
@@ -297,10 +280,8 @@ def test_statistics_of_other_dtypes_are_those_of_vec_normalize(dtype: Any, scale
             kind = torch.from_numpy(np.zeros(0, dtype)).dtype
             return (super()._observe() * scale).abs().clamp(0, 255 * scale).to(kind)
 
-    envs = [
-        TensorVecNormalize(GymVecEnv(Cast(dtype), tensors=True)),
-        VecNormalize(GymVecEnv(Cast(np.float32 if dtype == np.float16 else dtype))),
-    ]
+    other = np.float32 if dtype == np.float16 else dtype
+    envs = TensorVecNormalize(GymVecEnv(Cast(dtype), tensors=True)), VecNormalize(GymVecEnv(Cast(other)))
     for env in envs:
         env.seed(0)
         env.reset()
@@ -344,8 +325,8 @@ def test_loaded_statistics_move_to_the_device_of_the_environment(tmp_path: Path)
 
     Source: https://github.com/isaac-sim/IsaacLab/issues/2635
     """
+    path = str(tmp_path / "normalize.pkl")
     for as_dict in (False, True):
-        path = str(tmp_path / "normalize.pkl")
         make_env(True, normalized=True, as_dict=as_dict).save(path)
         env = TensorVecNormalize.load(path, GymVecEnv(Points(as_dict=as_dict, device="meta"), tensors=True))
         env.training = False
@@ -422,35 +403,11 @@ def test_bfloat16_works_on_tensors_only(part: str) -> None:
         make_model("PPO", sb3, GymVecEnv(Half(length=3))).learn(64)
 
 
-@pytest.mark.parametrize("key", ["r", "success_once"])
-def test_episodes_of_the_environment_keep_their_keys(key: str) -> None:
-    """As ManiSkill's, with or without the return in ``r``."""
-
-    class Maniskill(Points):
-        def step(self, action: torch.Tensor) -> Any:
-            *results, info = super().step(action)
-            info["episode"] = {key: torch.arange(4), "l": torch.full((4,), 7)} if key == "r" else {key: torch.arange(4)}
-            return *results, info
-
-    episodes = []
-    for on in (True, False):
-        env = GymVecEnv(Maniskill(length=2), tensors=on)
-        env.seed(0)
-        env.reset()
-        infos = env.step(np.zeros((4, 2), np.float32))[3]
-        episodes.append([info["episode"] for info in infos if "episode" in info])
-        for episode in episodes[-1]:
-            episode.pop("t", None)
-    assert episodes[0] == episodes[1]
-    assert [episode[key] for episode in episodes[0]] == [1, 3]
-    assert episodes[0][0].keys() == {"r", "l", key}
-
-
 class Reports(Points):
     """Points that report successes or episodes in another form, some in buffers that the next step overwrites."""
 
-    def __init__(self, form: str) -> None:
-        super().__init__(length=5)
+    def __init__(self, form: str, length: int = 5) -> None:
+        super().__init__(length=length)
         self._form, self._episodes = form, 0
         self._success = torch.zeros(4)
 
@@ -471,6 +428,9 @@ class Reports(Points):
                     "episode": {"r": torch.arange(4) + self._episodes, "l": torch.full((4,), self._episodes)},
                     "_episode": done & (torch.arange(4) > 0),
                 },
+                # ManiSkill's, with or without the return
+                "r": lambda: {"episode": {"r": torch.arange(4), "l": torch.full((4,), 7)}},
+                "success_once": lambda: {"episode": {"success_once": torch.arange(4)}},
             }[self._form](),
         }
 
@@ -482,24 +442,48 @@ def test_statistics_that_the_environment_reports_are_logged(form: str) -> None:
     assert (len(ours.ep_success_buffer) > 0) == (form != "episode")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("key", ["r", "success_once"])
+def test_episodes_of_the_environment_keep_their_keys(key: str) -> None:
+    episodes = []
+    for on in (True, False):
+        env = GymVecEnv(Reports(key, length=2), tensors=on)
+        env.seed(0)
+        env.reset()
+        infos = env.step(np.zeros((4, 2), np.float32))[3]
+        episodes.append([info["episode"] for info in infos if "episode" in info])
+        for episode in episodes[-1]:
+            episode.pop("t", None)
+    assert episodes[0] == episodes[1]
+    assert [episode[key] for episode in episodes[0]] == [1, 3]
+    assert episodes[0][0].keys() == {"r", "l", key}
+
+
 def test_lost_last_observations_are_reported_at_the_log() -> None:
     env = GymVecEnv(Points(final_obs=False, length=3), tensors=True)
     with pytest.raises(EnvironmentOutputError, match="compute_final_obs"):
         make_model("PPO", env=env).learn(64)
     env.reset()
-    infos: Any = None
-    for _ in range(3):
-        infos = env.step(torch.zeros(4, 2))[3]
+    steps = [env.step(torch.zeros(4, 2)) for _ in range(3)]
     with pytest.raises(EnvironmentOutputError, match="compute_final_obs"):
-        infos[0]
+        steps[-1][3][0]
 
 
 # -- refusals
 
 
+def make_channels_last() -> Any:
+    env = make_env(True)
+    env.observation_space = spaces.Box(0, 255, (36, 36, 3), np.uint8)
+    return env
+
+
 HER = {"replay_buffer_class": sb3.HerReplayBuffer}
 # Environment, options of the model, and the error.
 REFUSED: list[tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = [
+    (Points, {}, InvalidTypeError, r"GymVecEnv\(env, tensors=True\)"),
+    (lambda: GymVecEnv(Points(), tensors="yes"), {}, InvalidArgumentError, "tensors='yes', expected True or False"),  # type: ignore[arg-type]
+    (lambda: GymVecEnv(gym.make_vec("Pendulum-v1"), tensors=True), {}, InvalidArgumentError, "leave tensors out"),
+    (make_channels_last, {}, InvalidArgumentError, r"permute\(0, 3, 1, 2\)"),
     (lambda: VecNormalize(make_env(True)), {}, InvalidTypeError, "TensorVecNormalize"),
     (lambda: VecMonitor(make_env(True)), {}, InvalidTypeError, "VecMonitor works on arrays"),
     (lambda: make_env(False), {}, InvalidArgumentError, r"GymVecEnv\(env, tensors=True\)"),
@@ -518,26 +502,12 @@ def test_what_does_not_work_on_tensors_is_refused(
         make_model("SAC", env=make(), **options)
 
 
-def test_environments_that_do_not_fit_are_refused() -> None:
-    channels_last = make_env(True)
-    channels_last.observation_space = spaces.Box(0, 255, (36, 36, 3), np.uint8)
-    with pytest.raises(InvalidArgumentError, match=r"permute\(0, 3, 1, 2\)"):
-        make_model("PPO", env=channels_last)
-    with pytest.raises(InvalidTypeError, match=r"GymVecEnv\(env, tensors=True\)"):
-        tensor.PPO("MlpPolicy", Points())
-    with pytest.raises(InvalidArgumentError, match="leave tensors out"):
-        GymVecEnv(SyncVectorEnv([lambda: gym.make("Pendulum-v1")]), tensors=True)
-    with pytest.raises(InvalidArgumentError, match="tensors='yes', expected True or False"):
-        GymVecEnv(Points(), tensors="yes")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kind", [sb3.PPO, sb3_contrib.RecurrentPPO, sb3_contrib.TQC])
 def test_algorithms_on_arrays_are_refused_on_tensors(kind: Any) -> None:
     said = rf"{kind.__name__} works on arrays.* Leave out tensors=True.*from sb3_ext.tensor import A2C, DQN, PPO"
     for env in (make_env(True), make_env(True, normalized=True)):
-        model = without_logger(
-            kind("MlpLstmPolicy" if "Recurrent" in kind.__name__ else "MlpPolicy", env, device="cpu")
-        )
+        policy = "MlpLstmPolicy" if kind is sb3_contrib.RecurrentPPO else "MlpPolicy"
+        model = without_logger(kind(policy, env, device="cpu"))
         with pytest.raises(InvalidTypeError, match=said):
             model.learn(64)
 
@@ -583,8 +553,9 @@ def test_files_are_read_by_both_modules(name: str, tmp_path: Path) -> None:
 
 
 def test_files_of_normalization_are_read_by_both_classes(tmp_path: Path) -> None:
-    for as_dict in (False, True):
-        envs = [make_env(on, normalized=True, as_dict=as_dict) for on in (True, False)]
+    by_key = {"norm_obs_keys": ["velocity"]}
+    for as_dict, options in ((False, True), (True, True), (False, {"norm_obs": False}), (True, by_key)):
+        envs = [make_env(on, normalized=options, as_dict=as_dict) for on in (True, False)]
         for number, env in enumerate(envs):
             env.seed(0)
             env.reset()
@@ -638,13 +609,8 @@ class Watch(BaseCallback):
 @pytest.mark.parametrize("name", ["PPO", "SAC"])
 def test_callbacks_of_sb3_work(name: str, tmp_path: Path) -> None:
     model = make_model(name, normalized=True)
-    evaluation = EvalCallback(
-        VecNormalize(make_env(False), training=False),
-        eval_freq=15,
-        n_eval_episodes=2,
-        best_model_save_path=str(tmp_path),
-        verbose=0,
-    )
+    options: Any = {"eval_freq": 15, "n_eval_episodes": 2, "best_model_save_path": str(tmp_path), "verbose": 0}
+    evaluation = EvalCallback(VecNormalize(make_env(False), training=False), **options)
     saving = CheckpointCallback(20, str(tmp_path), save_replay_buffer=True, save_vecnormalize=True)
     watch = Watch()
     model.learn(2000, [evaluation, saving, watch, StopTrainingOnMaxEpisodes(1000)], progress_bar=True)
@@ -777,33 +743,27 @@ def test_replay_buffer_takes_memory_when_it_is_written() -> None:
 
 
 def test_a_step_with_arrays_returns_those_of_gym_vec_env() -> None:
-    start = time.time()
-    ours, theirs = make_env(True, as_dict=True), make_env(False, as_dict=True)
-    for env in (ours, theirs):
+    start, found = time.time(), []
+    for on_tensors in (True, False):
+        env = make_env(on_tensors, as_dict=True)
         env.seed(0)
-    assert {key: part.tolist() for key, part in ours.reset().items()} == {
-        key: part.tolist() for key, part in theirs.reset().items()
-    }
-    for _ in range(14):
-        found, expected = (env.step(np.full((4, 2), 0.5, np.float32)) for env in (ours, theirs))
-        for key, part in expected[0].items():
-            np.testing.assert_array_equal(found[0][key], part)
-        for part, other in zip(found[1:3], expected[1:3], strict=True):
-            np.testing.assert_array_equal(part, other, strict=True)
-        for info, other in zip(found[3], expected[3], strict=True):
-            assert info.keys() == other.keys()
-            assert info["TimeLimit.truncated"] == other["TimeLimit.truncated"]
-            if "episode" in info:
-                assert [info["episode"][key] for key in "rl"] == [other["episode"][key] for key in "rl"]
-                assert 0 < info["episode"]["t"] < time.time() - start
-                assert info["is_success"] == other["is_success"]
-                for key, part in other["terminal_observation"].items():
-                    np.testing.assert_array_equal(info["terminal_observation"][key], part)
+        steps = [map_arrays(np.asarray, env.reset())]
+        for _ in range(14):
+            *arrays, infos = env.step(np.full((4, 2), 0.5, np.float32))
+            infos = [dict(info) for info in infos]
+            times = [info["episode"].pop("t") for info in infos if "episode" in info]
+            assert all(0 < seconds < time.time() - start for seconds in times)
+            steps.append([*arrays, infos])
+        found.append(steps)
+    assert any(
+        info.keys() >= {"episode", "is_success", "terminal_observation"} for step in found[0][1:] for info in step[3]
+    )
+    assert_equal(*found)
 
 
 def test_predict_accepts_arrays_and_tensors() -> None:
     model = make_model("SAC", as_dict=True)
     observation = {key: torch.ones(4, 4) for key in ("position", "velocity")}
-    found, _ = model.predict(observation, deterministic=True)
-    expected, _ = model.predict({key: part.numpy() for key, part in observation.items()}, deterministic=True)
+    arrays = {key: part.numpy() for key, part in observation.items()}
+    found, expected = (model.predict(each, deterministic=True)[0] for each in (observation, arrays))
     np.testing.assert_array_equal(found, expected)

@@ -1,7 +1,6 @@
-"""``TensorReplayBuffer``, which stores each observation once, against the buffers of Stable Baselines3."""
-
 from __future__ import annotations
 
+import operator
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from rl_ext_core.vector.array_frameworks import leaves, map_arrays
 from sb3_ext.tensor import TensorReplayBuffer
 from tests.interrupts import interrupt_everywhere
 from tests.sb3_ext.buffer_envs import assert_same_draws
@@ -30,10 +30,6 @@ def draw(space: spaces.Space[Any], generator: Any, n_envs: int) -> Any:
         return {key: draw(part, generator, n_envs) for key, part in space.spaces.items()}
     values = np.array([0, -0.0, 1, np.nan] if space.dtype == np.float32 else [0, 1, 2, 255]).astype(space.dtype)
     return generator.choice(values, (n_envs, *space.shape))
-
-
-def copy(value: Any) -> Any:
-    return {key: part.copy() for key, part in value.items()} if isinstance(value, dict) else value.copy()
 
 
 @settings(max_examples=60, deadline=None)
@@ -61,13 +57,9 @@ def test_samples_are_those_of_stable_baselines3(
             row = (generator.random((n_envs, 1)), generator.random(n_envs), ends & (generator.random(n_envs) < 0.7))
             infos = [{"TimeLimit.truncated": bool(flag)} for flag in ends & (generator.random(n_envs) < 0.5)]
             for buffer in (found, expected):
-                buffer.add(copy(observation), copy(following), *row, infos)
+                buffer.add(*(map_arrays(np.copy, part) for part in (observation, following)), *row, infos)
             observation = following
-            if isinstance(following, dict):
-                for key, part in fresh.items():
-                    following[key][ends] = part[ends]
-            else:
-                following[ends] = fresh[ends]
+            map_arrays(lambda part, new, ends=ends: operator.setitem(part, ends, new[ends]), following, fresh)
         if is_saved:
             found = TensorReplayBuffer.from_arrays(found.to_arrays(), torch.device("cpu"))
             assert type(found.to_arrays()) is upstream
@@ -120,8 +112,7 @@ def test_an_interrupted_add_leaves_other_transitions_as_they_were() -> None:
 
 def nbytes_of(buffer: TensorReplayBuffer) -> int:
     tensors = [*vars(buffer).values(), *vars(buffer._last).values()]
-    parts = [part for value in tensors for part in (value.values() if isinstance(value, dict) else [value])]
-    return sum(part.numel() * part.itemsize for part in parts if isinstance(part, torch.Tensor))
+    return sum(part.nbytes for value in tensors for part in leaves(value) if isinstance(part, torch.Tensor))
 
 
 @settings(max_examples=30, deadline=None)

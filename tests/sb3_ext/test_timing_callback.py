@@ -1,5 +1,3 @@
-"""Tests of the durations that VecEnvTimingCallback logs."""
-
 from __future__ import annotations
 
 import time
@@ -10,33 +8,22 @@ import numpy as np
 import pytest
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback, EveryNTimesteps
-from stable_baselines3.common.logger import KVWriter, Logger
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import SharedMemoryVecEnv, VecEnvTimingCallback
 from tests.environments import Slow, cart_pole
+from tests.sb3_ext.buffer_envs import LogRows
 from tests.sb3_ext.vec_checks import FAST
 
 PPO_OPTIONS = {"n_steps": 16, "batch_size": 16, "n_epochs": 1}
 STEP, UPDATE = 5e-3, 30e-3  # seconds of a step of Slow, and of an update
 
 
-class Rows(KVWriter):
-    """Output of SB3's logger that keeps each row."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def write(self, key_values: dict[str, Any], *_: Any) -> None:
-        self.rows.append(dict(key_values))
-
-    def close(self) -> None: ...
-
-
 def train(kind: type, venv: Any, callback: BaseCallback, timesteps: int, **options: Any) -> list[dict[str, Any]]:
     model: Any = kind("MlpPolicy", venv, device="cpu", **options)
-    rows = Rows()
+    rows = LogRows()
     model.set_logger(Logger(None, [rows]))
     update = model.train
 

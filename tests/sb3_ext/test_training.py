@@ -1,5 +1,3 @@
-"""Models trained with compressed buffers get the weights that they get with SB3's buffers."""
-
 from __future__ import annotations
 
 import gc
@@ -113,29 +111,15 @@ ACTIONS = spaces.Discrete(3)
 def make_dqn(replay_buffer_class: Any = CompressedNStepReplayBuffer, **options: Any) -> DQN:
     """Return a DQN with a replay buffer class; None selects SB3's default."""
     defaults = {"buffer_size": 260, "learning_starts": 60, "batch_size": 16, "train_freq": 8, "seed": 1}
-    return without_logger(
-        DQN(
-            "CnnPolicy",
-            image_env(),
-            replay_buffer_class=replay_buffer_class,
-            target_update_interval=100,
-            device="cpu",
-            **{**defaults, **options},
-        )
-    )
+    defaults |= {"replay_buffer_class": replay_buffer_class, "target_update_interval": 100, "device": "cpu"}
+    return without_logger(DQN("CnnPolicy", image_env(), **{**defaults, **options}))
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (
-            {"n_steps": 3, "replay_buffer_kwargs": {"n_steps": 5}},
-            "n_steps=5 of the replay buffer differs from n_steps=3 of the algorithm",
-        ),
-        (
-            {"gamma": 0.9, "replay_buffer_kwargs": {"gamma": 0.99}},
-            "gamma=0.99 of the replay buffer differs from gamma=0.9 of the algorithm",
-        ),
+        ({"n_steps": 3, "replay_buffer_kwargs": {"n_steps": 5}}, "n_steps=5 of .* differs from n_steps=3 of the alg"),
+        ({"gamma": 0.9, "replay_buffer_kwargs": {"gamma": 0.99}}, "gamma=0.99 of .* differs from gamma=0.9 of the alg"),
         ({"replay_buffer_kwargs": {"n_steps": 0}}, "n_steps=0 must be at least 1"),
     ],
     ids=str,
@@ -165,9 +149,8 @@ def test_buffer_created_during_training_ignores_algorithm() -> None:
         """Callback that creates a buffer in the first step, and ends the training."""
 
         def _on_step(self) -> bool:
-            self.made = CompressedNStepReplayBuffer(
-                10, self.training_env.observation_space, ACTIONS, n_steps=2, gamma=0.5
-            )
+            space = self.training_env.observation_space
+            self.made = CompressedNStepReplayBuffer(10, space, ACTIONS, n_steps=2, gamma=0.5)
             return False
 
     callback = BufferMaker()

@@ -1,5 +1,3 @@
-"""Any failure in a worker raises one error with cause and location, and leaves no processes behind."""
-
 from __future__ import annotations
 
 import copy
@@ -8,13 +6,14 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
 
@@ -30,9 +29,10 @@ from rl_ext_core.recording.episode_log import LogMemory
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.channel import SpinWaiter, should_spin
 from rl_ext_core.vector.environments import EpisodeMonitor
+from rl_ext_core.vector.pool import Pool
 from sb3_ext import SharedMemoryVecEnv
-from tests.environments import Counting, Failing, Informing, RandomEnv, Returning, Writing
-from tests.sb3_ext.vec_checks import FAST, expect_error, no_workers
+from tests.environments import Counting, Failing, Gated, Informing, RandomEnv, Returning, Writing
+from tests.sb3_ext.vec_checks import FAST, expect_error, no_workers, raise_interrupt_in
 
 ACTIONS = np.zeros(3, np.int64)
 
@@ -74,24 +74,18 @@ BOX, BYTES = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(0, 255, (2,), np.ui
 NO_ARRAYS = spaces.Dict(a=spaces.Tuple((spaces.Discrete(2), spaces.Sequence(spaces.Discrete(2)))))
 WRONG: list[tuple[Any, str, str]] = [
     (
-        functools.partial(Returning, BOX, np.zeros(4, np.float32)),
-        "reset",
+        *(lambda: Returning(BOX, np.zeros(4, np.float32)), "reset"),
         "the observation has the shape (4,) where the observation space says (3,)",
     ),
     (
-        functools.partial(Returning, spaces.Tuple((BOX, BYTES)), (np.zeros(3, np.float32), np.full(3, 1))),
-        "reset",
+        *(lambda: Returning(spaces.Tuple((BOX, BYTES)), (np.zeros(3, np.float32), np.full(3, 1))), "reset"),
         "observation[1] has the shape (3,)",
     ),
-    (functools.partial(Informing, "reset", None), "reset", "reset() returned an info of type NoneType"),
-    (functools.partial(Informing, "end", []), "step", "step() returned an info of type list"),
+    (lambda: Informing("reset", None), "reset", "reset() returned an info of type NoneType"),
+    (lambda: Informing("end", []), "step", "step() returned an info of type list"),
     (lambda: Informing("step", {"fine": 1, "lock": threading.Lock()}), "step", "info['lock'] cannot be pickled"),
-    (
-        functools.partial(ReturningTooLittle, "reset"),
-        "reset",
-        "reset() returned a value of type ndarray; expected the 2",
-    ),
-    (functools.partial(ReturningTooLittle, "step"), "step", "step() returned 4 values; expected the 5 of gymnasium"),
+    (lambda: ReturningTooLittle("reset"), "reset", "reset() returned a value of type ndarray; expected the 2"),
+    (lambda: ReturningTooLittle("step"), "step", "step() returned 4 values; expected the 5 of gymnasium"),
     (lambda: EpisodeMonitor(ReturningTooLittle("step")), "step", "step() returned 4 values; expected the 5 of gym"),
 ]
 
@@ -105,8 +99,8 @@ def test_wrong_observations_and_infos_are_refused(build: Any, phase: str, said: 
     assert found.value.phase == phase
 
 
-def test_exceptions_in_methods_leave_environments_usable() -> None:
-    venv = SharedMemoryVecEnv([RandomEnv] * 3, FAST, n_workers=2)
+def test_exceptions_in_methods_leave_environments_usable(start_vec_env: Any) -> None:
+    venv = start_vec_env([RandomEnv] * 3, n_workers=2)
     with pytest.raises(KeyError, match="raised in a call") as found:
         venv.env_method("raise_in_call")
     assert "in raise_in_call" in str(found.value.__cause__)
@@ -115,17 +109,13 @@ def test_exceptions_in_methods_leave_environments_usable() -> None:
     with pytest.raises((TypeError, pickle.PicklingError), match="lock"):
         venv.env_method("make_lock", indices=1)
     assert venv.env_method("twice", 3) == [6, 6, 6]
-    venv.reset()
     venv.step(ACTIONS)
-    venv.close()
 
 
-def test_close_completes_pending_step_and_later_calls_are_refused(tmp_path: Path) -> None:
-    venv = SharedMemoryVecEnv([functools.partial(Writing, tmp_path / "count"), Counting], FAST)
-    venv.reset()
+def test_close_completes_pending_step_and_later_calls_are_refused(tmp_path: Path, start_vec_env: Any) -> None:
+    venv = start_vec_env([functools.partial(Writing, tmp_path / "count"), Counting])
     venv.step_async(ACTIONS[:2])
     venv.close()
-    assert no_workers()
     assert (tmp_path / "count").read_text() == "1"  # the pending step was completed
     venv.close()
     for call in (venv.reset, lambda: venv.step(ACTIONS[:2]), lambda: venv.get_attr("label"), venv.step_wait):
@@ -133,16 +123,14 @@ def test_close_completes_pending_step_and_later_calls_are_refused(tmp_path: Path
             call()
 
 
-def test_calls_in_the_wrong_order_are_refused() -> None:
-    venv = SharedMemoryVecEnv([RandomEnv] * 3, FAST)
-    venv.reset()
+def test_calls_in_the_wrong_order_are_refused(start_vec_env: Any) -> None:
+    venv = start_vec_env([RandomEnv] * 3)
     with pytest.raises(InvalidArgumentError, match="no step is pending"):
         venv.step_wait()
     venv.step_async(ACTIONS)
-    with pytest.raises(InvalidArgumentError, match="a step is pending"):
-        venv.step_async(ACTIONS)
-    with pytest.raises(InvalidArgumentError, match="a step is pending"):
-        venv.env_method("twice", 2)
+    for call in (lambda: venv.step_async(ACTIONS), lambda: venv.env_method("twice", 2)):
+        with pytest.raises(InvalidArgumentError, match="a step is pending"):
+            call()
     venv.step_wait()
     with pytest.raises(InvalidArgumentError, match="number of actions: 2, expected 3, one for each environment"):
         venv.step(ACTIONS[:2])
@@ -150,12 +138,10 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
         with pytest.raises(InvalidArgumentError, match=rf"number of options: {len(options)}, expected 3, one for each"):
             venv.set_options(options)
     venv.reset()
-    venv.close()
 
 
-def test_step_wait_after_a_failure_raises_it_again() -> None:
-    venv = SharedMemoryVecEnv([functools.partial(Failing, "step", "SIGSEGV")], FAST)
-    venv.reset()
+def test_step_wait_after_a_failure_raises_it_again(start_vec_env: Any) -> None:
+    venv = start_vec_env([functools.partial(Failing, "step", "SIGSEGV")])
     for call in (lambda: venv.step(ACTIONS[:1]), venv.step_wait):
         with expect_error() as found:
             for _ in range(12):
@@ -163,13 +149,12 @@ def test_step_wait_after_a_failure_raises_it_again() -> None:
         assert "SIGSEGV" in str(found.value)
 
 
-def test_copies_are_refused() -> None:
-    venv = SharedMemoryVecEnv([Counting] * 2, FAST)
+def test_copies_are_refused(start_vec_env: Any) -> None:
+    venv = start_vec_env([Counting] * 2)
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(NotCopyableError, match=r"cannot be copied or pickled.*SharedMemoryVecEnv\(env_fns\)"):
             duplicate(venv)
-    venv.reset()
-    venv.close()
+    venv.step(ACTIONS[:2])
 
 
 @pytest.mark.parametrize(
@@ -203,13 +188,121 @@ class Overwriting(Counting):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def test_a_damaged_log_does_not_hide_the_failure() -> None:
-    venv = SharedMemoryVecEnv([Counting, Overwriting], start_method=FAST)
-    venv.reset()
+def test_a_damaged_log_does_not_hide_the_failure(start_vec_env: Any) -> None:
+    venv = start_vec_env([Counting, Overwriting])
     with expect_error() as found:
         venv.step(ACTIONS[:2])
     assert "killed by SIGSEGV" in str(found.value)
     assert "cannot be replayed, because its log is damaged" in str(found.value)
+
+
+# -- closing ends environments and the processes that they started, within the timeout
+
+
+class WithSimulator(Counting):
+    """Environment with a child process, which ``close`` ends; a file per child contains its state.
+
+    :param folder: folder of the files
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._simulator = subprocess.Popen(["sleep", "600"])
+        self._file = Path(folder, str(self._simulator.pid))
+        self._file.write_text("runs")
+
+    def close(self) -> None:
+        self._simulator.kill()
+        self._simulator.wait()
+        self._file.write_text("closed")
+
+
+class WithFork(Failing):
+    """Environment that forks a process, which inherits its worker's descriptors.
+
+    :param dies: whether its worker dies in the third step
+    """
+
+    def __init__(self, dies: bool = False) -> None:
+        super().__init__("step" if dies else "", "SIGKILL", after=2)
+        if os.fork() == 0:
+            time.sleep(600)
+            os._exit(0)
+
+
+@pytest.mark.parametrize("options", [{}, {"restart": "truncate"}])
+def test_worker_death_is_detected_while_its_child_process_lives(options: dict[str, Any], start_vec_env: Any) -> None:
+    venv = start_vec_env([WithFork, functools.partial(WithFork, True)], **options)
+    for _ in range(2):
+        venv.step(ACTIONS[:2])
+    if "restart" in options:
+        assert venv.step(ACTIONS[:2])[2].tolist() == [False, True]
+    else:
+        with pytest.raises(WorkerError, match="environment 1 of 2"):
+            venv.step(ACTIONS[:2])
+
+
+@pytest.mark.slow
+def test_dropped_vec_env_closes_environments_and_descriptors(tmp_path: Path) -> None:
+    def use_and_drop(*, dropped: bool) -> int:
+        """Use and delete a VecEnv, closed unless ``dropped``; count open descriptors."""
+        venv = SharedMemoryVecEnv([functools.partial(WithSimulator, str(tmp_path))] * 2, FAST, restart="truncate")
+        venv.reset()
+        venv.step(ACTIONS[:2])
+        if not dropped:
+            venv.close()
+        del venv
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before, threads = use_and_drop(dropped=False), threading.active_count()
+    assert [use_and_drop(dropped=True) for _ in range(3)] == [before] * 3
+    assert threading.active_count() == threads
+    assert no_workers()
+    simulators = [int(file.name) for file in tmp_path.iterdir()]
+    end = time.monotonic() + 60
+    while any(map(psutil.pid_exists, simulators)) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not any(map(psutil.pid_exists, simulators))
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["closed"] * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "seconds"), [("close", 6.5), ("thread", 1.5)])
+def test_close_waits_for_environments_by_default(how: str, seconds: float, tmp_path: Path, start_vec_env: Any) -> None:
+    start_vec_env([Counting, functools.partial(Writing, str(tmp_path / "video"), how, seconds)]).close()
+    assert (tmp_path / "video").exists()
+
+
+def test_error_in_close_does_not_interrupt_other_environments(tmp_path: Path, start_vec_env: Any) -> None:
+    slow = functools.partial(Writing, str(tmp_path / "video"), "close", 1)
+    venv = start_vec_env([functools.partial(Failing, "close"), slow])
+    said = r"environment 0 of 2, in close: raised ValueError\('the rope has snapped'\)"
+    with pytest.raises(WorkerError, match=said) as found:
+        venv.close()
+    assert repr(found.value.__cause__) == "ValueError('the rope has snapped')"
+    assert (tmp_path / "video").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "said"), [("close", "in close"), ("thread", "in threads that go on after its close")])
+def test_exceeded_close_timeout_warns(how: str, said: str, tmp_path: Path, start_vec_env: Any) -> None:
+    venv = start_vec_env([Counting, functools.partial(Writing, str(tmp_path / "video"), how, 1000)], close_timeout=1)
+    text = f"environment 1 of 2 was still {said} after [\\d.]+ s of closing.*Use close_timeout=None"
+    with pytest.warns(UserWarning, match=text) as found:
+        venv.close()
+    assert found[0].filename == __file__
+
+
+def test_close_does_not_wait_for_interrupted_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start_vec_env: Any
+) -> None:
+    monkeypatch.setattr("rl_ext_core.vector.pool.UNFINISHED_SECONDS", 0.3)
+    venv = start_vec_env([functools.partial(Gated, tmp_path / "never")] * 2)
+    with raise_interrupt_in(Pool, "_receive"), pytest.raises(KeyboardInterrupt):
+        venv.step(ACTIONS[:2])
+    with pytest.warns(UserWarning, match="environment 0 of 2 was still in step after"):
+        venv.close()
 
 
 # -- waits that spin before they block, as on machines with a core for each process
@@ -218,13 +311,11 @@ LONG_S = 1.0
 
 
 @pytest.fixture
-def long_spinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def long_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make waits spin for a second on any machine; forked workers inherit this."""
     monkeypatch.setattr(channel, "should_spin", lambda num_workers: True)
     for name in ("ANSWER_SECONDS", "COMMAND_SECONDS", "_PREEMPTED_SECONDS"):
         monkeypatch.setattr(SpinWaiter, name, LONG_S)
-    yield
-    assert no_workers()
 
 
 def test_waiting_spins_only_if_each_process_has_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,17 +325,15 @@ def test_waiting_spins_only_if_each_process_has_a_core(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("long_spinning")
-def test_worker_death_is_detected_while_spinning() -> None:
-    venv = SharedMemoryVecEnv([Counting, lambda: Failing("step", "os._exit", after=0)], FAST)
-    venv.reset()
+def test_worker_death_is_detected_while_spinning(start_vec_env: Any) -> None:
+    venv = start_vec_env([Counting, lambda: Failing("step", "os._exit", after=0)])
     with pytest.raises(WorkerError, match="environment 1 of 2, in step"):
         venv.step(np.zeros(2, np.int64))
 
 
 @pytest.mark.usefixtures("long_spinning")
-def test_unread_wake_bytes_do_not_block() -> None:
-    venv = SharedMemoryVecEnv([Counting], FAST)
-    venv.reset()
+def test_unread_wake_bytes_do_not_block(start_vec_env: Any) -> None:
+    venv = start_vec_env([Counting])
     (worker,) = venv._pool.workers
     for _ in range(70_000):  # more than a pipe holds
         worker.wake_worker()
@@ -252,4 +341,3 @@ def test_unread_wake_bytes_do_not_block() -> None:
     assert [venv.step(np.zeros(1, np.int64))[0][0, 0] for _ in range(3)] == [1, 2, 3]
     time.sleep(LONG_S + 0.2)  # the worker blocks now
     assert venv.step(np.zeros(1, np.int64))[0][0, 0] == 4
-    venv.close()

@@ -1,5 +1,3 @@
-"""After a call that Ctrl-C interrupted anywhere, the next one works as in DummyVecEnv or raises a clear error."""
-
 from __future__ import annotations
 
 import gc
@@ -102,14 +100,12 @@ def test_calls_after_interrupted_call_match_dummy_vec_env(
     assert no_workers()
 
 
-def test_step_with_action_that_cannot_be_sent_steps_no_environment() -> None:
-    venv = SharedMemoryVecEnv([Counting] * 3, FAST)
-    venv.reset()
+def test_step_with_action_that_cannot_be_sent_steps_no_environment(start_vec_env: Any) -> None:
+    venv = start_vec_env([Counting] * 3)
     with pytest.raises(TypeError, match="cannot pickle"):
         venv.step([0, threading.Lock(), 0])  # type: ignore[arg-type]
     assert venv.get_attr("_count") == [0] * 3
     assert venv.step(ACTIONS)[0][:, 0].tolist() == [1] * 3
-    venv.close()
 
 
 @pytest.mark.parametrize("kind", [SharedMemoryVecEnv, SharedMemoryVectorEnv])

@@ -1,5 +1,3 @@
-"""SharedMemoryVecEnv returns the bits of SubprocVecEnv."""
-
 from __future__ import annotations
 
 import copy
@@ -15,11 +13,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import (
-    DummyVecEnv,
-    SubprocVecEnv,
-    VecEnv,
-)
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.environments import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, Returning

@@ -1,5 +1,3 @@
-"""With ``restart="truncate"``, failed workers are replaced, their episodes truncated, and training continues."""
-
 from __future__ import annotations
 
 import functools
@@ -25,11 +23,6 @@ from tests.sb3_ext.vec_checks import FAST, no_workers
 RESTARTING: dict[str, Any] = {"restart": "truncate", "step_timeout": 60.0}
 
 
-def kill_worker(venv: SharedMemoryVecEnv, index: int) -> None:
-    """Kill the worker of an environment by SIGKILL."""
-    os.kill(venv.env_method("pid", indices=index)[0], signal.SIGKILL)
-
-
 @pytest.mark.parametrize(
     ("how", "start_method"),
     [
@@ -37,11 +30,12 @@ def kill_worker(venv: SharedMemoryVecEnv, index: int) -> None:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("raise", "forkserver"), ("hang", "fork"))),
     ],
 )
-def test_episode_of_replaced_worker_is_truncated_with_last_observation(how: str, start_method: str) -> None:
+def test_episode_of_replaced_worker_is_truncated_with_last_observation(
+    how: str, start_method: str, start_vec_env: Any
+) -> None:
     env_fns = [Counting, functools.partial(Failing, "step", how, after=4), Counting]
     options = {**RESTARTING, "step_timeout": 3.0 if how == "hang" else 60.0}
-    venv = SharedMemoryVecEnv(env_fns, start_method, **options)
-    before = venv.reset()
+    venv = start_vec_env(env_fns, start_method, **options)
     for _ in range(4):
         before = venv.step(np.zeros(3, np.int64))[0]
     after, rewards, dones, infos = venv.step(np.zeros(3, np.int64))
@@ -54,12 +48,10 @@ def test_episode_of_replaced_worker_is_truncated_with_last_observation(how: str,
     assert venv.reset_infos[1]["world"] == pytest.approx(after[1, 1])
     assert venv.step(np.zeros(3, np.int64))[0][:, 0].tolist() == [6, 1, 6]
     assert venv.timings.restarts == 1
-    venv.close()
-    assert no_workers()
 
 
 @pytest.mark.slow
-def test_answering_workers_do_not_time_out_while_another_is_replaced(tmp_path: Path) -> None:
+def test_answering_workers_do_not_time_out_while_another_is_replaced(tmp_path: Path, start_vec_env: Any) -> None:
     class SlowToBuild(FailingOnce):
         """Environment that fails once, and takes three seconds to be built again."""
 
@@ -68,18 +60,12 @@ def test_answering_workers_do_not_time_out_while_another_is_replaced(tmp_path: P
             if self._mark.exists():
                 time.sleep(3)
 
-    venv = SharedMemoryVecEnv(
-        [functools.partial(SlowToBuild, str(tmp_path / "mark"), "step"), Counting, Counting],
-        FAST,
-        restart="truncate",
-        step_timeout=2.0,
-    )
-    venv.reset()
+    env_fns = [functools.partial(SlowToBuild, str(tmp_path / "mark"), "step"), Counting, Counting]
+    venv = start_vec_env(env_fns, restart="truncate", step_timeout=2.0)
     assert venv.step(np.zeros(3, np.int64))[2].tolist() == [True, False, False]
     time.sleep(2.5)  # longer than step_timeout, but no step is pending
     assert venv.step(np.zeros(3, np.int64))[0][:, 0].tolist() == [1, 2, 2]
     assert venv.timings.restarts == 1
-    venv.close()
 
 
 class Settable(Counting):
@@ -98,7 +84,8 @@ class Settable(Counting):
             os.remove(self._mark)
             os._exit(3)
         self._options = options
-        return super().reset(seed=seed, options=options)
+        # Negative seeds are accepted, which gymnasium's generator refuses.
+        return super().reset(seed=None if seed is None else abs(seed), options=options)
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if action == 2:
@@ -118,8 +105,8 @@ class Settable(Counting):
         super().__setattr__(name, value)
 
 
-def test_replaced_environment_gets_attributes_and_reset_options() -> None:
-    venv = SharedMemoryVecEnv([Settable] * 3, FAST, n_workers=2, **RESTARTING)
+def test_replaced_environment_gets_attributes_and_reset_options(start_vec_env: Any) -> None:
+    venv = start_vec_env([Settable] * 3, n_workers=2, **RESTARTING)
     level = {"name": "first"}
     venv.set_attr("level", level)
     venv.set_attr("level", level, indices=[1, 2])
@@ -150,12 +137,11 @@ def test_replaced_environment_gets_attributes_and_reset_options() -> None:
     levels = [{"name": "first"}, {"name": "first"}, {"name": "third"}]
     bonus = 0 if replaced[2] else 4
     assert venv.env_method("get_state") == [(levels[index], bonus * (index == 2), {"start": 9}) for index in range(3)]
-    venv.close()
 
 
-def test_reset_with_worker_death_keeps_seed_and_options(tmp_path: Path) -> None:
+def test_reset_with_worker_death_keeps_seed_and_options(tmp_path: Path, start_vec_env: Any) -> None:
     mark = tmp_path / "mark"
-    venv = SharedMemoryVecEnv([Settable, functools.partial(Settable, str(mark))], FAST, **RESTARTING)
+    venv = start_vec_env([Settable, functools.partial(Settable, str(mark))], **RESTARTING)
     venv.seed(5)
     expected = venv.reset()
     mark.touch()
@@ -165,13 +151,11 @@ def test_reset_with_worker_death_keeps_seed_and_options(tmp_path: Path) -> None:
     assert "worker_error" not in venv.reset_infos[0]
     assert venv.reset_infos[1]["worker_error"].startswith("environment 1 of 2 (seed 6), in reset: ended with exit code")
     assert [options for *_, options in venv.env_method("get_state")] == [{"start": 9}] * 2
-    venv.close()
 
 
-def test_failure_in_a_call_is_recorded_once(tmp_path: Path) -> None:
+def test_failure_in_a_call_is_recorded_once(tmp_path: Path, start_vec_env: Any) -> None:
     env_fns = [Counting, functools.partial(Failing, "method", "SIGSEGV")]
-    venv = SharedMemoryVecEnv(env_fns, FAST, recorder=tmp_path, **RESTARTING)
-    venv.reset()
+    venv = start_vec_env(env_fns, recorder=tmp_path, **RESTARTING)
     for call in (lambda: venv.env_method("method"), lambda: venv.get_attr("label")):
         with pytest.raises(WorkerError, match="environment 1 of 2, in method: "):
             call()
@@ -181,11 +165,10 @@ def test_failure_in_a_call_is_recorded_once(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="environment 1 of 2, in method: "):
         venv.env_method("method")
     assert len(list(tmp_path.iterdir())) == 2
-    venv.close()
 
 
-def test_call_that_cannot_be_sent_keeps_earlier_attributes() -> None:
-    venv = SharedMemoryVecEnv([Settable] * 2, FAST, **RESTARTING)
+def test_call_that_cannot_be_sent_keeps_earlier_attributes(start_vec_env: Any) -> None:
+    venv = start_vec_env([Settable] * 2, **RESTARTING)
     venv.set_attr("level", 7)
     for call in (
         lambda: venv.set_attr("level", threading.Lock()),
@@ -198,37 +181,27 @@ def test_call_that_cannot_be_sent_keeps_earlier_attributes() -> None:
     assert "Repeated for the new environment: set_attr('level')." in text
     assert "Not repeated" not in text
     assert venv.get_attr("level") == [7, 7]
-    venv.close()
 
 
-class AnySeed(Settable):
-    """Environment that accepts negative seeds, which gymnasium's generator refuses."""
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        return super().reset(seed=None if seed is None else abs(seed), options=options)
-
-
-def test_environment_with_negative_seed_is_replaced() -> None:
-    venv = SharedMemoryVecEnv([AnySeed] * 2, FAST, **RESTARTING)
+def test_environment_with_negative_seed_is_replaced(start_vec_env: Any) -> None:
+    venv = start_vec_env([Settable] * 2, **RESTARTING)
     venv.seed(-5)
     venv.reset()
     assert venv.step(np.array([2, 0]))[2].tolist() == [True, False]
-    venv.close()
-
-
-def step_repeatedly(venv: SharedMemoryVecEnv, count: int) -> None:
-    """Reset, and take ``count`` steps."""
-    venv.reset()
-    for _ in range(count):
-        venv.step(np.zeros(venv.num_envs, np.int64))
 
 
 @pytest.mark.parametrize("when", ["step", "reset"])
 def test_error_is_raised_after_max_restarts(when: str, caplog: pytest.LogCaptureFixture) -> None:
     env_fns = [Counting, functools.partial(Failing, when, "SIGSEGV", after=0)]
     venv = SharedMemoryVecEnv(env_fns, FAST, max_restarts=3, **RESTARTING)
+
+    def step_repeatedly() -> None:
+        venv.reset()
+        for _ in range(4):
+            venv.step(np.zeros(2, np.int64))
+
     with caplog.at_level(logging.WARNING, "sb3_ext"), pytest.raises(WorkerError, match=f"in {when}: .*SIGSEGV"):
-        step_repeatedly(venv, 4)
+        step_repeatedly()
     assert venv.timings.restarts == 3
     assert no_workers()
     assert [f"(restart {count} of 3)" in caplog.messages[count - 1] for count in (1, 2, 3)] == [True] * 3
@@ -237,14 +210,13 @@ def test_error_is_raised_after_max_restarts(when: str, caplog: pytest.LogCapture
     venv.close()
 
 
-def test_restarted_environments_draw_differently() -> None:
-    venv = SharedMemoryVecEnv(as_factory(RandomEnv).for_workers(2, seed=3), FAST, **RESTARTING)
+def test_restarted_environments_draw_differently(start_vec_env: Any) -> None:
+    venv = start_vec_env(as_factory(RandomEnv).for_workers(2, seed=3), **RESTARTING)
     seen = []
     for _ in range(3):
-        venv.reset()
         seen.append(venv.env_method("draws", indices=0)[0])
-        kill_worker(venv, 0)
+        os.kill(venv.env_method("pid", indices=0)[0], signal.SIGKILL)
         venv.step(np.zeros(2, np.int64))
-    venv.close()
+        venv.reset()
     for name in ("random", "numpy", "torch", "libc", "own"):
         assert len({tuple(draws[name]) for draws in seen}) == 3, name

@@ -1,15 +1,13 @@
-"""Programs with environments of the main script and without a main guard, and programs that are killed."""
-
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests import programs
+from tests.core.factory.main_script import CHECKS, DEFINITIONS
 from tests.core.processes.test_scripts import LIMIT_S, Program, program
+from tests.launch_modes import LAUNCH_MODES, run_program
 
 __all__ = ["program"]
 
@@ -66,32 +64,6 @@ if True:
 """
 PRINTED = ["[1, 1]", "[3, 3]", "[0, 1]", "[1, 1]", "[1, 1]"]
 
-
-def start(program: Program, text: str) -> subprocess.Popen[str]:
-    """Write a script into the program's folder, and start it."""
-    script = program.folder / "train.py"
-    script.write_text(text)
-    os.environ["SEEN"] = str(program.folder / "seen")
-    os.environ["XDG_CACHE_HOME"] = str(program.folder / "cache")
-    return program.run([str(script)])
-
-
-@pytest.fixture(autouse=True)
-def restored_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the environment variables that :func:`start` sets, after each test."""
-    for name in ("SEEN", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, "")
-
-
-@pytest.mark.slow
-def test_environments_of_main_script_need_no_main_guard(program: Program) -> None:
-    process = start(program, SCRIPT + USE)
-    output, errors = process.communicate(timeout=4 * LIMIT_S)
-    assert errors == ""
-    assert output.splitlines() == [*PRINTED, *PRINTED, "[1, 1]"]
-    assert (program.folder / "seen").read_text() == "x"
-
-
 SPAWNED = """
 def train(kind):
     use(SharedMemoryVecEnv([World] * 2))
@@ -103,19 +75,29 @@ def train(kind):
 
 if __name__ == "__main__":
     import multiprocessing
-    process = multiprocessing.get_context({method!r}).Process(target=train, args=(World,))
+    process = multiprocessing.get_context("%s").Process(target=train, args=(World,))
     process.start()
     process.join()
 """
+BY_SPAWNED = ["[1, 1]", "[4, 4]", "torch.Size([2, 2, 2])"]
 
 
-@pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_environments_of_main_script_work_in_spawned_process(method: str, program: Program) -> None:
-    process = start(program, SCRIPT + SPAWNED.format(method=method))
-    output, errors = process.communicate(timeout=4 * LIMIT_S)
-    assert errors == ""
-    assert output.splitlines() == ["[1, 1]", "[4, 4]", "torch.Size([2, 2, 2])"]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [(USE, [*PRINTED, *PRINTED, "[1, 1]"]), *((SPAWNED % method, BY_SPAWNED) for method in ("forkserver", "spawn"))],
+    ids=["without guard", "in forkserver", "in spawned process"],
+)
+def test_environments_of_main_script_work_in_workers(
+    text: str, printed: list[str], program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, seen = program.folder / "train.py", program.folder / "seen"
+    script.write_text(SCRIPT + text)
+    monkeypatch.setenv("SEEN", str(seen))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(program.folder / "cache"))
+    output, errors = program.run([str(script)]).communicate(timeout=4 * LIMIT_S)
+    assert (errors, output.splitlines()) == ("", printed)
+    assert text != USE or seen.read_text() == "x"
 
 
 KEPT_AT_EXIT = """
@@ -187,3 +169,49 @@ trainer.env.reset()
 def test_environments_may_be_closed_after_their_workers_at_exit(make: str, call: str, tmp_path: Path) -> None:
     done = programs.run(CLOSED_AT_EXIT.format(make=make, call=call), "sb3", cwd=tmp_path, timeout_s=LIMIT_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
+
+
+# Classes and functions of the script cross processes in both directions, and are then the same objects.
+POOLS = """
+import enum
+from stable_baselines3.common.vec_env import SubprocVecEnv
+from sb3_ext import SharedMemoryVecEnv
+
+class Task(enum.Enum):
+    WALK = 1
+
+class Lost(Exception): ...
+
+def fail(*_):
+    raise Lost(LEVEL)
+
+def observe(envs):
+    if type(envs) is SharedMemoryVecEnv:
+        envs.set_attr("task", [Task.WALK, make])
+        assert all(one is other for one, other in zip(envs.get_attr("task")[0], [Task.WALK, make]))
+        envs.set_options({"task": Task.WALK})
+        envs.set_attr("fail", fail)
+        try:
+            envs.env_method("fail")
+        except Lost as error:
+            assert error.args == (1,)
+    return envs.reset().tolist()
+
+if __name__ == "__main__":
+    # SubprocVecEnv's workers would look for a file named <stdin>.
+    for pool in [SharedMemoryVecEnv] if globals().get("__file__") == "<stdin>" else [SubprocVecEnv, SharedMemoryVecEnv]:
+        def use(factories):
+            envs = pool(factories)
+            try:
+                return observe(envs)
+            finally:
+                envs.close()
+        check(use)
+    print("as expected")
+"""
+
+
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
+def test_definitions_of_main_script_work_in_workers_in_every_launch_mode(launch_mode: str, tmp_path: Path) -> None:
+    assert "as expected" in run_program(launch_mode, DEFINITIONS + CHECKS + POOLS, tmp_path, preloaded="sb3")

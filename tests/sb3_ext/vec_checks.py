@@ -1,5 +1,3 @@
-"""Comparison of this package's vectorized environments with Stable Baselines3's."""
-
 from __future__ import annotations
 
 import contextlib
