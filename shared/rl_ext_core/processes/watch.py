@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import connection, util
 from multiprocessing.process import BaseProcess
+from textwrap import indent
 from types import TracebackType
 
 from rl_ext_core import _system
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import InvalidTypeError, WorkerError
 from rl_ext_core.processes.context import Worker, kill_workers
-from rl_ext_core.processes.failures import FailedWorker, Failure, is_idle
+from rl_ext_core.processes.failures import Failure, describe_exit, describe_timeout, is_idle
 from rl_ext_core.processes.process_groups import kill_group
 from rl_ext_core.processes.report import Progress
 from rl_ext_core.processes.worker import CLOSE_S, END_SIGNAL
@@ -96,6 +97,7 @@ class Watch:
             self._workers.append(process)
         self._on_failure, self._label, self._idle_in = on_failure, label, tuple(idle_in)
         self._current_operation: _Operation | None = None
+        self._failed_operation: _Operation | None = None
         self.is_closing = self.is_killed = self._stopping = False
         self.owner = os.getpid()
         self._workers_ended = threading.Event()
@@ -185,8 +187,8 @@ class Watch:
             return
         kill_workers([*unexpected.values()])
         number = min(unexpected, key=lambda number: (*_rank(unexpected[number]), number))
-        popen = unexpected[number].popen
-        self._set_failure(self._failed_worker(number).describe_exit(popen.returncode, popen.unknown_reason))
+        report, popen = unexpected[number].report, unexpected[number].popen
+        self._set_failure(describe_exit(number, report, popen.returncode, popen.unknown_reason))
 
     def _ended_normally(self, worker: Worker) -> bool:
         """Return whether a worker ended because it was expected to."""
@@ -202,11 +204,9 @@ class Watch:
         if self._current_operation is not operation or not stacks:
             return  # the operation has ended after its time limit
         busy = [worker for worker, stack in stacks.items() if not is_idle(stack, self._idle_in)]
-        worker, *others = busy or stacks
-        seconds = operation.timeout or 0.0
-        self._set_failure(
-            self._failed_worker(worker).describe_timeout(seconds, stacks[worker], others if busy else None)
-        )
+        number, *others = busy or stacks
+        report, late = self._workers[number].report, others if busy else None
+        self._set_failure(describe_timeout(number, report, operation.timeout or 0.0, stacks[number], late, self._label))
 
     def _request_stacks(self) -> dict[int, str]:
         """Return the stacks of workers, after all have written them or a time limit."""
@@ -225,6 +225,7 @@ class Watch:
 
     def _set_failure(self, failure: Failure) -> None:
         """Store the failure, end all workers, and call ``on_failure``."""
+        self._failed_operation = self._current_operation
         self.failure = failure
         self._end_workers()
         self._workers_ended.set()
@@ -246,12 +247,6 @@ class Watch:
         kill_workers(living)
         _wait_until_ended(living, _REAP_S)
 
-    def _failed_worker(self, number: int) -> FailedWorker:
-        """Return a worker with the data that describe its failure."""
-        operation = self._current_operation
-        phase, report = operation.name if operation else None, self._workers[number].report
-        return FailedWorker(number, len(self._workers), self._label, phase, report)
-
     def _raise_if_failed(self, error: Exception) -> None:
         """Raise the workers' failure if it may have caused this exception."""
         if isinstance(error, WorkerError):
@@ -266,10 +261,18 @@ class Watch:
 
     def _raise_failure(self) -> None:
         """Raise the failure of the workers, if there is one."""
-        if self.failure is not None:
-            # After the error, no worker runs.
-            self._workers_ended.wait()
-            raise self.failure.to_error() from self.failure.exception
+        failure, operation = self.failure, self._failed_operation
+        if failure is None:
+            return
+        phase = None if operation is None else operation.name
+        self._workers_ended.wait()  # after the error, no worker runs
+        when = f" in {phase}" if phase and failure.kind != "start" else ""
+        text = f"{self._label} {failure.worker} of {len(self._workers)} {failure.what}{when}{failure.rest}"
+        if failure.traceback:
+            text += "\n" + indent(failure.traceback.rstrip("\n"), "    ")
+        worker, kind, code, traceback = failure.worker, failure.kind, failure.exitcode, failure.traceback
+        error = WorkerError(text, worker=worker, kind=kind, phase=phase, exitcode=code, traceback=traceback)
+        raise error from failure.exception
 
 
 class _Operation:

@@ -24,7 +24,7 @@ from rl_ext_core.errors import (
     WorkerError,
 )
 from rl_ext_core.factory.compare import WORKER_MODULES
-from rl_ext_core.processes.failures import require_same_process
+from rl_ext_core.processes.failures import Failure, describe_exception, require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.recording.capsule import RecordedFailure, record_crash
 from rl_ext_core.recording.episode_log import LOG_BYTES, EpisodeLog, LogMemory, Repetition
@@ -94,6 +94,7 @@ class Pool:
     :raises EnvironmentOutputError: If the spaces of environments differ.
     :raises InvalidArgumentError: If observations are not arrays of fixed shape.
 
+    :ivar num_envs: number of environments
     :ivar worker_by_env: the worker of each environment
     :ivar seeds: seeds of the last reset of each environment
     :ivar spaces: observation space and action space
@@ -132,8 +133,9 @@ class Pool:
         # Workers get consecutive environments, as evenly as possible.
         firsts = [round(worker * len(env_fns) / count) for worker in range(count + 1)]
         self.workers = [new_worker(number, *part) for number, part in enumerate(itertools.pairwise(firsts))]
+        self.num_envs = len(env_fns)
         self.worker_by_env = [worker for worker in self.workers for _ in range(worker.first, worker.last)]
-        self.seeds: list[int | None] = [None] * len(self.worker_by_env)
+        self.seeds: list[int | None] = [None] * self.num_envs
         self.timings, self.step_start = Timings(), 0.0
         self._call: tuple[Sequence[int], str, Sequence[Any]] = ((), "", ())
         self._failure: WorkerError | None = None
@@ -146,7 +148,7 @@ class Pool:
             self.wait(starting=True, raise_failures=True)
             found = [spaces for worker in self.workers for spaces in worker.answer]
             self.spaces = _require_same_spaces(options.spaces or found[0], found, options.caller.different_spaces)
-            self.layout = MemoryLayout.from_spaces(len(self.worker_by_env), *self.spaces)
+            self.layout = MemoryLayout.from_spaces(self.num_envs, *self.spaces)
             self.memory.resize(self.layout.size)
             for worker in self.workers:
                 self.send(worker, "map", self.layout)
@@ -155,9 +157,9 @@ class Pool:
             self._actions = arrays.get("action")
             self._observations = [arrays[f"observation {index}"] for index in range(len(self.layout.paths))]
             self._flags, self._kinds = arrays["flags"].data, arrays["reward kind"].data
-            self._zeros = bytes(len(self.worker_by_env))
+            self._zeros = bytes(self.num_envs)
             if self.log_memory is not None:
-                blocks = [map_log(self.log_memory, number) for number in range(len(self.worker_by_env))]
+                blocks = [map_log(self.log_memory, number) for number in range(self.num_envs)]
                 self._logs = [LogMemory(self.spaces[1], block) for block in blocks]
             self.wait(starting=True, raise_failures=True)
         except BaseException:
@@ -179,11 +181,6 @@ class Pool:
             f"functions that build them. Use {owner}(env_fns), which starts new workers"
         )
 
-    @property
-    def num_envs(self) -> int:
-        """Number of environments that the caller sees."""
-        return len(self.worker_by_env)
-
     # -- processes
 
     def _start_workers(self) -> None:
@@ -192,7 +189,7 @@ class Pool:
         self.memory, self.log_memory = SharedMemory(), None
         if self.options.recorder is not False:
             with contextlib.suppress(StorageError):  # a limit of file sizes: nothing is recorded
-                self.log_memory = SharedMemory(len(self.worker_by_env) * LOG_BYTES)
+                self.log_memory = SharedMemory(self.num_envs * LOG_BYTES)
         # Files that environments write there are not deleted.
         self.working_directory = None if self.options.cwd is None else tempfile.mkdtemp(prefix="rl-ext-cwd-")
         self._memories = [memory for memory in (self.memory, self.log_memory) if memory is not None]
@@ -345,7 +342,7 @@ class Pool:
 
     def layer_states(self) -> list[list[LayerState]]:
         """Return the state of the wrappers of each environment, see :mod:`rl_ext_core.recording.layers`."""
-        return self.call(range(len(self.worker_by_env)), "layer_states", None)
+        return self.call(range(self.num_envs), "layer_states", None)
 
     def restore_layers(self, environment: int, states: list[LayerState]) -> list[str]:
         """Set the state of the wrappers of one environment; return sentences on what is not restored."""
@@ -355,7 +352,7 @@ class Pool:
     def episode_logs(self) -> list[EpisodeLog | None]:
         """Return the log of each environment's episode; None for episodes that are not recorded."""
         self.drain_answers()
-        return [log.read() for log in self._logs] or [None] * len(self.worker_by_env)
+        return [log.read() for log in self._logs] or [None] * self.num_envs
 
     def repeat_episode(self, environment: int, log: EpisodeLog) -> Repetition:
         """Repeat a recorded episode in an environment that was not used before.
@@ -465,7 +462,8 @@ class Pool:
                 if not self.options.caller.failed_calls_end:
                     raise result.to_exception()
                 worker = self.worker_by_env[number]
-                error = self._exception_error(worker, number - worker.first, self._call[1], result)
+                failure = describe_exception(worker.number, result)
+                error = self._environment_error(worker, number - worker.first, self._call[1], failure)
                 self.end(error)
                 raise error from error.__cause__
         return results
@@ -509,51 +507,46 @@ class Pool:
         assert watch.failure is not None
         with contextlib.suppress(WorkerError), watch.operation(""):
             pass  # the operation waits until the workers have ended
-        failure = watch.failure
-        worker = group[failure.worker]
-        error = self._environment_error(
-            worker,
-            worker.cells[Cell.ENVIRONMENT],
-            PHASES[worker.cells[Cell.PHASE]],
-            failure.what,
-            failure.rest,
-            kind=failure.kind,
-            exitcode=failure.exitcode,
-            traceback=failure.traceback,
-        )
-        error.__cause__ = failure.exception
-        self._record_crash(error)
-        return error
+        worker = group[watch.failure.worker]
+        cells = worker.cells
+        return self._environment_error(worker, cells[Cell.ENVIRONMENT], PHASES[cells[Cell.PHASE]], watch.failure)
 
-    def _environment_error(
-        self, worker: Any, environment: int, phase: str, what: str, rest: str = "", **more: Any
-    ) -> WorkerError:
-        """Return the exception for a failure of an environment.
+    def _environment_error(self, worker: Any, environment: int, phase: str, failure: Failure) -> WorkerError:
+        """Return the exception for a failure of an environment, after recording its episode.
 
         :param worker: handle of the worker
         :param environment: number of the environment in its worker
         :param phase: one of ``PHASES``
-        :param what: description of the failure
-        :param rest: end of the description, after the phase
-        :param more: further arguments of WorkerError
+        :param failure: the failure
         """
         environment += worker.first
         seeds = self.options.worker_seeds or self.seeds
-        count, seed = len(self.seeds), seeds[environment]
+        count, seed = self.num_envs, seeds[environment]
         subject = f"{self.options.caller.label} {environment} of {count}" + ("" if seed is None else f" (seed {seed})")
         method = self._call[2][0][0] if phase in _NAMED_CALLS and self._call[2] else phase
         where = _PHASE_TEXTS.get(phase, f"in {getattr(method, '__name__', method)}")
-        lines = [f"{subject}, {where}: {what}{rest}"]
-        lines += [f"    {line}" for line in more.get("traceback", "").strip("\n").splitlines()]
+        lines = [f"{subject}, {where}: {failure.what}{failure.rest}"]
+        lines += [f"    {line}" for line in failure.traceback.strip("\n").splitlines()]
         if self.working_directory is not None:
             lines.append(f"Its working directory is {os.path.join(self.working_directory, str(worker.number))}")
-        elif phase == "constructor" and count > 1 and more["kind"] != "timeout":
+        elif phase == "constructor" and count > 1 and failure.kind != "timeout":
             lines.append(
                 "If the library allows fewer of them at a time, use fewer environments, for example n_envs=1; if they "
                 'collide over files, give each worker its own working directory: cwd="own"'
             )
-        notes = {"environment": environment}
-        return WorkerError("\n".join(lines), worker=worker.number, phase=phase, seed=seed, notes=notes, **more)
+        error = WorkerError(
+            "\n".join(lines),
+            worker=worker.number,
+            kind=failure.kind,
+            phase=phase,
+            seed=seed,
+            exitcode=failure.exitcode,
+            traceback=failure.traceback,
+            notes={"environment": environment},
+        )
+        error.__cause__ = failure.exception
+        self._record_crash(error)
+        return error
 
     def _record_crash(self, error: WorkerError) -> None:
         """Write a capsule of a failure, and add its path to the error text, if the episode is recorded."""
@@ -575,15 +568,6 @@ class Pool:
             step_timeout=self.options.step_timeout,
         )
         error.args = (f"{error}\n{text}",)
-
-    def _exception_error(self, worker: Any, environment: int, phase: str, raised: ExceptionRecord) -> WorkerError:
-        """Return the exception for an exception that an environment has raised."""
-        what = f"raised {raised.summary}"
-        more = {"kind": "exception", "traceback": raised.traceback}
-        error = self._environment_error(worker, environment, phase, what, ":", **more)
-        error.__cause__ = raised.to_exception()
-        self._record_crash(error)
-        return error
 
     # -- the end
 
@@ -640,14 +624,17 @@ class Pool:
         if worker.watch.failure is None:
             with contextlib.suppress(EOFError):  # an actor has failed
                 worker.receive()
-                return worker.answer and self._exception_error(worker, worker.answer[0], "close", worker.answer[1])
+                if not worker.answer:
+                    return None
+                environment, raised = worker.answer
+                return self._environment_error(worker, environment, "close", describe_exception(worker.number, raised))
         error = self._group_error([other for other in self.workers if other.watch is worker.watch])
         # The last two are those of a worker that was killed before it closed.
         return error if error.phase in ("close", "start", "idle") else None
 
     def _warn_of_slow_close(self, environment: int, where: str, begin: float) -> None:
         """Warn that closing an environment exceeded its time limit."""
-        subject = f"{self.options.caller.label} {environment} of {len(self.seeds)}"
+        subject = f"{self.options.caller.label} {environment} of {self.num_envs}"
         warnings.warn(
             f"{subject} was still {where} after {time.monotonic() - begin:.3g} s of closing, and its worker was ended: "
             f"files that it writes may be incomplete. Use {self.options.caller.close_argument}=None to "

@@ -22,6 +22,8 @@ from rl_ext_core.vector.pool import Pool
 
 __all__ = ["SharedMemoryVectorEnv"]
 
+_INTERRUPTED = "interrupted step"  # pending call after Ctrl-C in step()
+
 
 class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     """Replacement for gymnasium's ``AsyncVectorEnv`` that is several times as fast.
@@ -123,7 +125,6 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         except EnvironmentOutputError as error:
             raise _combined_error_class(EnvironmentOutputError, RuntimeError())(*error.args) from None
         self.closed, self._pending, self.num_envs = False, "", pool.num_envs
-        self._is_interrupted = False  # whether the pending step is one of step() that was interrupted
         self.timings = pool.timings
         self.single_observation_space, self.single_action_space = pool.spaces
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
@@ -149,8 +150,8 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         :raises InvalidTypeError: If ``reset_mask`` is not a bool array.
         :raises InvalidArgumentError: If ``reset_mask`` or the list of seeds has another length, or the mask is empty.
         """
-        if self._is_interrupted:  # the pool drops the answers
-            self._pending, self._is_interrupted = "", False
+        if self._pending == _INTERRUPTED:
+            self._pending = ""  # the pool drops the answers
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
@@ -240,7 +241,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         try:
             return self.step_wait()
         except BaseException:
-            self._is_interrupted = bool(self._pending)
+            self._pending = self._pending and _INTERRUPTED
             raise
 
     # -- attributes and methods of environments
@@ -346,27 +347,22 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         """Raise if the environments are closed, have failed, or execute an async call."""
         self._require_open()
         self._pool.raise_failure()
-        if self._is_interrupted:
-            raise AlreadyPendingCallError(
-                f"Calling `{method}` after an interrupted step, whose result belongs to other actions: expected a "
-                "reset. Use envs.reset(), or model.set_env(model.get_env()) before learn() of Stable Baselines3",
-                self._pending,
+        if not self._pending:
+            return
+        text = f"while waiting for a pending call to `{self._pending}` to complete. Use {self._pending}_wait() first"
+        if self._pending == _INTERRUPTED:
+            text = (
+                "after an interrupted step, whose result belongs to other actions: expected a reset. Use envs.reset(), "
+                "or model.set_env(model.get_env()) before learn() of Stable Baselines3"
             )
-        if self._pending:
-            raise AlreadyPendingCallError(
-                f"Calling `{method}` while waiting for a pending call to `{self._pending}` to complete. Use "
-                f"{self._pending}_wait() first",
-                self._pending,
-            )
+        raise AlreadyPendingCallError(f"Calling `{method}` {text}", self._pending)
 
     def _require_callable(self, method: str, name: str) -> None:
-        """Raise if ``call(name)`` is not supported or cannot begin now."""
         self._require_idle(method)
         if name in ("reset", "step", "close", "_setattr", "_check_spaces"):  # AsyncVectorEnv's own commands
             raise InvalidArgumentError(f"call({name!r}) is not supported; use envs.{name}(...)")
 
     def _require_open(self) -> None:
-        """Raise if the environments are closed."""
         if self.closed:
             raise ClosedEnvironmentError(
                 f"this {type(self).__name__} is closed; create a new one: {type(self).__name__}(env_fns)"
@@ -375,7 +371,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     def _wait(self, what: str, timeout: float | None) -> None:
         """Wait for the async call ``what``; raise if it is not pending or exceeds the timeout."""
         self._require_open()
-        if self._pending != what:
+        if self._pending not in (what, f"interrupted {what}"):
             raise NoAsyncCallError(
                 f"Calling `{what}_wait` without any prior call to `{what}_async`. Use {what}_async(...) first", what
             )
@@ -385,7 +381,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             raise multiprocessing.TimeoutError(f"the environments did not {what} within {timeout:g} s")
         self._pool.wait(raise_failures=what == "call")
         # Until here, another wait can follow Ctrl-C.
-        self._pending, self._is_interrupted = "", False
+        self._pending = ""
 
 
 def _parse_reset_mask(found: Any, num_envs: int) -> Sequence[bool]:
