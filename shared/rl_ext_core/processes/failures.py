@@ -136,7 +136,6 @@ def require_same_process(owner: int) -> None:
 
 
 def _signal_name(number: int) -> str:
-    """Return the name of a signal, such as ``"SIGKILL"``."""
     try:
         return signal.Signals(number).name
     except ValueError:  # most real-time signals have no name

@@ -59,7 +59,6 @@ def kill_descendants() -> None:
 
 
 def _kill(pids: Collection[int]) -> None:
-    """Kill processes, ignoring those that have ended."""
     for pid in pids:
         with suppress(OSError):  # the process has ended, or belongs to another user
             os.kill(pid, _KILL)

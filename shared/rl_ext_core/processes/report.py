@@ -151,7 +151,6 @@ class WorkerReport:
         return bool(self._page[_NEEDS_CLOSE])
 
     def _read(self, start: int) -> bytes:
-        """Return the bytes of the report from a position to its end."""
         return read_at(self.fd, self.size() - start, start)
 
 
@@ -200,7 +199,6 @@ def _summarize(error: BaseException) -> str:
 
 
 def _shorten(text: str, limit: int) -> str:
-    """Cut the middle out of a long text."""
     if len(text) <= limit:
         return text
     head = limit // 4
@@ -224,7 +222,6 @@ class _LoadedModulesUnpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return a class of a loaded module; raise for other modules."""
         if module not in sys.modules:
             raise pickle.UnpicklingError(f"{module} is not loaded")
         return super().find_class(module, name)

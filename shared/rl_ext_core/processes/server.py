@@ -222,7 +222,6 @@ def reset_signals() -> None:
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """Do nothing, as the handler of a signal."""
     pass
 
 
@@ -235,7 +234,6 @@ def _has_ended(pid: int | None) -> bool:
 
 
 def _end_server() -> None:
-    """End the fork server of this process, if there is one."""
     global _server
     server, _server = _server, None
     if server is not None:

@@ -150,7 +150,6 @@ class Watch:
         self._exit_finalizer.cancel()
 
     def _end_at_exit(self) -> None:
-        """Kill the workers and end the thread, when the interpreter exits."""
         self.kill()
         # Later in the interpreter's exit, the thread does not run and cannot be joined.
         self.stop()
@@ -196,7 +195,6 @@ class Watch:
         return self.is_closing and (worker.exitcode == 0 or bool(worker.popen.unknown_reason))
 
     def _check_time_limit(self) -> None:
-        """Set the failure if the current operation exceeds its time limit."""
         operation = self._current_operation
         if operation is None or operation.deadline is None or time.monotonic() < operation.deadline:
             return
@@ -224,7 +222,6 @@ class Watch:
         return {number: self._workers[number].report.text(since) for number, since in sizes.items()}
 
     def _set_failure(self, failure: Failure) -> None:
-        """Store the failure, end all workers, and call ``on_failure``."""
         self._failed_operation = self._current_operation
         self.failure = failure
         self._end_workers()
@@ -256,11 +253,9 @@ class Watch:
         self._raise_failure()
 
     def _is_failing(self, worker: Worker) -> bool:
-        """Return whether a worker has raised an exception or ended unexpectedly."""
         return worker.report.has_raised or (worker.exitcode is not None and not self._ended_normally(worker))
 
     def _raise_failure(self) -> None:
-        """Raise the failure of the workers, if there is one."""
         failure, operation = self.failure, self._failed_operation
         if failure is None:
             return
@@ -320,7 +315,6 @@ def _rank(worker: Worker) -> tuple[int, float]:
 
 
 def _kill_groups(dead: Iterable[Worker]) -> None:
-    """Kill processes that ended workers have left running."""
     for worker in dead:
         kill_group(worker.pid or 0)
 
@@ -335,7 +329,6 @@ def _is_alive(worker: Worker) -> bool:
 
 
 def _wait_until_ended(workers: Sequence[Worker], seconds: float) -> None:
-    """Wait until workers have ended, or a time limit in seconds."""
     end = time.monotonic() + seconds
     while any(map(_is_alive, workers)) and time.monotonic() < end:
         time.sleep(0.002)

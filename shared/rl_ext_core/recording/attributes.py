@@ -97,7 +97,6 @@ def _names_of(cls: type) -> list[str]:
 
 
 def _instance_attributes(owner: Any) -> dict[str, Any]:
-    """Return the attributes in the dict and in the slots of an object."""
     found = dict(getattr(owner, "__dict__", None) or {})
     for base in type(owner).__mro__:
         slots = [name for name, member in vars(base).items() if type(member) is types.MemberDescriptorType]
@@ -152,7 +151,6 @@ def _walk(attributes: dict[str, Any], links: Iterable[Any]) -> tuple[dict[str, V
 
 
 def _classify(value: Any) -> tuple[str, Any]:
-    """Return the kind and the content of a value."""
     cls, torch = type(value), sys.modules.get("torch")
     if isinstance(value, enum.Enum):
         return "enum", value.name
@@ -313,7 +311,6 @@ def write_values(
 
 
 def _write(parent: Any, saved: Value, present: Any) -> None:
-    """Set a value in its parent, or fill the present one."""
     content = copy.deepcopy(saved.content)
     if saved.kind == "enum":
         content = type(present)[content]

@@ -101,7 +101,6 @@ class RecordedFailure:
 
 
 def _raised_class(traceback: str) -> str:
-    """Return the name of the exception class in a formatted traceback; empty if there is none."""
     found = re.findall(r"^([A-Za-z_][\w.]*)(?::|$)", traceback, re.MULTILINE)
     return found[-1].rpartition(".")[2] if found else ""
 

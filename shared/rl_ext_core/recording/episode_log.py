@@ -195,7 +195,6 @@ class LogMemory:
         return self._checksums(index - 1, index)[0] if self.cells[_HEAD] else None
 
     def _checksums(self, start: int, stop: int) -> list[int | None]:
-        """Return the checksums of calls that have returned."""
         entries = self._entries[["reward", "observation", "flags"]][start:stop].tolist()
         return [None if entry[2] & NOT_CHECKED else zlib.crc32(repr(entry).encode()) for entry in entries if entry[2]]
 

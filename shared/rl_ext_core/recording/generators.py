@@ -255,7 +255,6 @@ def restore_generator(generator: Any, state: Any) -> Any:
 
 
 def _spaces_in(space: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield a space and the spaces in it, with their places as a path."""
     yield name, space
     parts = getattr(space, "spaces", ())
     for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):

@@ -140,7 +140,6 @@ def record_layer(layer: Any, links: Sequence[Any]) -> None:
 
 
 def _construction(layer: Any) -> Digests | None:
-    """Return the checksums of a layer after its construction; None if they were not recorded."""
     try:
         return _constructions[layer]
     except (KeyError, TypeError):

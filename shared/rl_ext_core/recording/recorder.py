@@ -83,7 +83,6 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._attach(memory)
 
     def _attach(self, memory: Any = None) -> None:
-        """Begin to record the wrapped environment."""
         self._generators = Generators(layers_of(self.env))
         self._log = LogMemory(getattr(self.env, "action_space", None), memory)
         self._log.clear()
@@ -193,7 +192,6 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         return step
 
     def _report_failure(self, error: BaseException, method: str) -> None:
-        """Report an exception of a call, after which the log ends."""
         self._log.end_by_failure()
         if self._on_failure is not None and isinstance(error, Exception) and (log := self.episode_log()) is not None:
             self._on_failure(error, method, log)

@@ -186,7 +186,6 @@ def require_time_limits_per_env(env: Any) -> None:
 
 
 def _reset_by_mask(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Return a function that resets rows by gymnasium's option ``reset_mask``."""
     return _reset_by_option(env, "reset_mask", lambda mask: mask.copy())
 
 
@@ -212,7 +211,6 @@ def _reset_by_mask_in_async(env: Any, base: Any, mode: Autoreset) -> PartialRese
 
 
 def _reset_by_env_idx(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Return a function that resets rows by ManiSkill's option ``env_idx``."""
     return _reset_by_option(env, "env_idx", lambda mask: _indices(mask, base))
 
 
@@ -242,7 +240,6 @@ def _reset_by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
 
 
 def _reset_by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialReset:
-    """Return a function that resets the rows of a mask by an option of ``reset``."""
     base, is_known = wrapper_chain(env)[-1], False
 
     def reset_and_check(**kwargs: Any) -> Any:
@@ -253,7 +250,6 @@ def _reset_by_option(env: Any, option: str, value: Callable[[Any], Any]) -> Part
         received, before, original = [], vars(base).get("reset"), base.reset
 
         def record_option(*args: Any, **given: Any) -> Any:
-            """Reset the environment, and record whether it received the option."""
             received.append(option in (given.get("options") or {}))
             return original(*args, **given)
 
@@ -298,7 +294,6 @@ def _patch_reset(reset_rows: Callable[..., Any]) -> Callable[[Any, Any, Autorese
     """Return a rule that makes an environment's ``reset`` accept the option ``reset_mask``."""
 
     def partial_reset(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-        """Replace the environment's ``reset``, and return a function that resets rows."""
         if "reset" not in vars(base):
             base.reset = partial(_reset_with_mask, base, reset_rows)
         return _reset_by_mask(env, base, mode)
@@ -343,7 +338,6 @@ def _reset_functional(env: Any, rows: Any, *, seed: int | None = None, **_: Any)
     from jax import numpy as jnp
 
     def choose(new: Any, old: Any) -> Any:
-        """Return ``new`` in the rows to reset, and ``old`` in the other rows."""
         return jnp.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
     mask = jnp.asarray(rows)
@@ -371,7 +365,6 @@ def _reset_envpool(env: Any, mask: Any, **kwargs: Any) -> Any:
 
 
 def _indices(mask: Any, base: Any) -> Any:
-    """Convert a mask to a tensor of indices on the environment's device."""
     import torch
 
     return torch.from_numpy(np.flatnonzero(mask)).to(getattr(base, "device", "cpu"))
@@ -397,7 +390,6 @@ _is_functional = _is_defined_in("gymnasium.envs.functional_jax_env.FunctionalJax
 
 
 def _accepts_env_ids(base: Any) -> bool:
-    """Return whether an environment's ``reset`` has a parameter ``env_ids``."""
     return accepts_parameter(getattr(base, "reset", None), "env_ids", any_keyword=False)
 
 

@@ -117,7 +117,6 @@ class SharedMemory:
 
 
 def _rebuild_memory(descriptor: Any) -> SharedMemory:
-    """Create the memory again in another process, from its pickled file descriptor."""
     return SharedMemory(0, descriptor.detach())
 
 

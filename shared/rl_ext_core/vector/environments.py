@@ -400,7 +400,6 @@ def qualified_name(wrapper_class: type) -> tuple[str, str]:
 
 
 def _is_wrapped(env: Any, name: tuple[str, str]) -> bool:
-    """Return whether an environment has a wrapper of the class with this module and name."""
     while isinstance(env, gymnasium.Wrapper):
         if name in map(qualified_name, type(env).__mro__) or name in getattr(type(env), "equivalent_classes", ()):
             return True
@@ -409,7 +408,6 @@ def _is_wrapped(env: Any, name: tuple[str, str]) -> bool:
 
 
 def _has_attr(env: Any, name: str) -> bool:
-    """Return whether an environment or one of its wrappers has an attribute."""
     try:
         env.get_wrapper_attr(name)
     except AttributeError:

@@ -111,7 +111,6 @@ def _flatten_space(space: Any, path: tuple[Any, ...], leaves: list[Leaf]) -> Any
 
 
 def _build_observation(tree: Any, parts: list[Any]) -> Any:
-    """Put arrays in the places of their numbers in nested dicts and tuples."""
     if isinstance(tree, dict):
         return {key: _build_observation(inner, parts) for key, inner in tree.items()}
     return tuple(_build_observation(inner, parts) for inner in tree) if isinstance(tree, tuple) else parts[tree]

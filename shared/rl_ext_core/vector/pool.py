@@ -184,7 +184,6 @@ class Pool:
     # -- processes
 
     def _start_workers(self) -> None:
-        """Start the workers. They build their environments."""
         self.spins = channel.should_spin(len(self.workers))
         self.memory, self.log_memory = SharedMemory(), None
         if self.options.recorder is not False:
@@ -427,7 +426,6 @@ class Pool:
         return [(n, entry) for first, answer in answers for n, entry in enumerate(answer, first) if entry is not None]
 
     def _get_answer(self, worker: Any, to_reset: bool) -> Any:
-        """Return a worker's last answer. If the worker has failed, replace it first."""
         if isinstance(worker.answer, WorkerError):
             assert self._restarts is not None
             return self._restarts.replace(self, worker, to_reset)
@@ -633,7 +631,6 @@ class Pool:
         return error if error.phase in ("close", "start", "idle") else None
 
     def _warn_of_slow_close(self, environment: int, where: str, begin: float) -> None:
-        """Warn that closing an environment exceeded its time limit."""
         subject = f"{self.options.caller.label} {environment} of {self.num_envs}"
         warnings.warn(
             f"{subject} was still {where} after {time.monotonic() - begin:.3g} s of closing, and its worker was ended: "
@@ -681,7 +678,6 @@ def launch_processes(pool: Pool, workers: Sequence[WorkerHandle]) -> None:
 
 
 def _require_same_spaces(expected: Any, found: Sequence[Any], advice: str) -> Any:
-    """Return the expected spaces; raise if an environment has others."""
     for number, pair in enumerate(found):
         for name, one, other in zip(("observation_space", "action_space"), expected, pair, strict=True):
             if one != other:
@@ -712,7 +708,6 @@ def _wait_while(
 
 
 def _interrupt_waits(workers: Sequence[WorkerHandle]) -> None:
-    """Wake this process from its waits for the answers of workers."""
     for worker in workers:
         worker.interrupt_wait()
 

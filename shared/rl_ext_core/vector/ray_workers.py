@@ -188,7 +188,6 @@ class ActorWatch:
             other.store(answer)
 
     def _describe_failure(self, awaited: Sequence[ActorHandle], error: Exception) -> Failure:
-        """Return the failure that has caused an error of ``ray.get``."""
         if isinstance(error, self._ray.exceptions.GetTimeoutError):
             late = next((worker for worker in awaited if not self.has_answered(worker)), awaited[0])
             return Failure(late.number, "timeout", f"did not answer within {self._timeout:g} s")
@@ -202,7 +201,6 @@ class ActorWatch:
         return Failure(worker.number, "exit", f"its actor{which} has died: {error}")
 
     def _has_raised(self, worker: ActorHandle) -> bool:
-        """Return whether an answer that has arrived is an error."""
         try:
             self._ray.get(worker.pending)
         except self._errors:

@@ -84,12 +84,10 @@ class ReplayResult:
 
 
 def _agree(one: str, other: str) -> bool:
-    """Whether two texts are equal, or one of them is not known."""
     return not one or not other or one == other
 
 
 def _last_line(failure: RecordedFailure) -> str:
-    """Return the last line of a traceback, which is the exception; empty if it is not known."""
     return failure.traceback.strip().rpartition("\n")[2].strip()
 
 
@@ -126,13 +124,11 @@ class _RepeatedEpisode(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._calls = recorder.repeat_calls(log)
 
     def reset(self, **_: Any) -> Any:
-        """Make the first call, which is a reset."""
         observation, info, differs = next(self._calls)
         require_dict(info, "reset")
         return observation, {"differs": differs}
 
     def step(self, action: Any) -> Any:
-        """Make the next call."""
         observation, info, differs = next(self._calls)
         require_dict(info, "step")
         return observation, 0.0, False, False, {"differs": differs}
@@ -178,7 +174,6 @@ def _build_env(capsule: Capsule, source: str | None, folder: str, created: str) 
 
 
 def _loading_error(error: Exception) -> InvalidArgumentError:
-    """Return the exception for a factory that cannot be loaded."""
     return InvalidArgumentError(
         f"the factory of the capsule cannot be loaded ({type(error).__name__}: {error}); expected its module on the "
         "import path. Start rl-ext in the folder of its module, or pass --env module:function"

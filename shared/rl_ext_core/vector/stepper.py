@@ -219,7 +219,6 @@ class Stepper:
         self.current = map_arrays(copy_output, observation) if self._stores_observations else None
 
     def _find_partial_reset(self) -> PartialReset:
-        """Return the function that resets rows of the environment, or raise if there is none."""
         if self._mode is Autoreset.NEXT_STEP and not self._rules.keeps_other_rows:
             raise InvalidArgumentError(
                 f"{type(self._base).__name__} resets sub-environments one step after their episodes have ended "
@@ -323,7 +322,6 @@ def object_array(values: list[Any]) -> Array:
 
 
 def _find_entry(info: Any, *names: str) -> Any:
-    """Return the first entry of an info that has one of the names, or None."""
     if isinstance(info, list):
         each = [_find_entry(part, *names) for part in info]
         return each if any(part is not None for part in each) else None

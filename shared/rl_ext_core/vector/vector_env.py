@@ -344,7 +344,6 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         """Do nothing, because the pool ends its workers when it is garbage-collected. gymnasium's would call close."""
 
     def _require_idle(self, method: str) -> None:
-        """Raise if the environments are closed, have failed, or execute an async call."""
         self._require_open()
         self._pool.raise_failure()
         if not self._pending:

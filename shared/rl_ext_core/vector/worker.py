@@ -148,7 +148,6 @@ class WorkerEnvironments:
         self._answer(pack([(env.observation_space, env.action_space) for env in self._envs]))
 
     def _set_phase(self, number: int, phase: int) -> None:
-        """Record in shared memory which environment executes which method."""
         self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE] = number, phase
 
     def _answer(self, message: bytes) -> None:
@@ -176,7 +175,6 @@ class WorkerEnvironments:
             self._answer(pack([self._call_environment(number, name, argument) for number, argument in data]))
 
     def _call_environment(self, number: int, name: str, argument: Any) -> bytes:
-        """Call an environment, and return its pickled result or exception."""
         self._set_phase(number, PHASES.index(name))
         env = self._envs[number]
         try:
@@ -192,7 +190,6 @@ class WorkerEnvironments:
             return pack(ExceptionRecord.from_exception(error))
 
     def _repeat_episode(self, number: int, log: Any) -> Any:
-        """Repeat a recorded episode, and write its last observation to shared memory."""
         repetition = self._envs[number].repeat(log)
         for slot in self._slots[number]:
             slot.write(repetition.observation)
@@ -205,7 +202,6 @@ class WorkerEnvironments:
                 self._envs.pop().close()
 
     def _close(self) -> None:
-        """Close all environments, and answer with the first error."""
         failed: Exception | None = None
         for number, env in enumerate(self._envs):
             if failed is None:
@@ -221,7 +217,6 @@ class WorkerEnvironments:
         )
 
     def _map_memory(self, layout: MemoryLayout) -> None:
-        """Map the shared memory, and prepare to write this worker's rows."""
         self._layout = layout
         arrays: dict[str, Any] = layout.arrays(self._block(layout.size))
         self.arrays = arrays
@@ -250,7 +245,6 @@ class WorkerEnvironments:
         return info
 
     def _step(self, actions: Iterable[Any]) -> None:
-        """Step all environments of this worker, write the results, and answer with the infos."""
         cells, phase_at, environment_at = self._cells, Cell.PHASE, Cell.ENVIRONMENT
         rewards, kinds, flags, all_slots = self._rewards, self._kinds, self._flags, self._slots
         array, due, same_step = np.ndarray, self._reset_due, self._autoreset is Autoreset.SAME_STEP
