@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import mmap
 import pickle
 import re
@@ -27,12 +28,12 @@ LOG_BYTES = 16 << 20
 MAX_STEPS = 100_000
 _TABLE_BYTES = 12 << 20
 _HEADER = 64
-# Number of calls that have begun, and where the pickled data end. Then the size of the pickled generators and settings,
-# 0 if there is no log.
-CALLS, _END, _HEAD = range(3)
+# Number of calls that have begun, and where the pickled data end, 0 if there is no log
+CALLS, _END = range(2)
 _FAILED = 1 << 32  # is added to the number of calls after one that raised an exception
-# Flags of a call that has returned, of one that has ended the episode, and of one whose result is not known
-RETURNED, TERMINATED, TRUNCATED, NOT_CHECKED = 1, 2, 4, 8
+# The result of a call is the checksum of its observation, with these flags: it has returned, it has ended the episode,
+# and its checksum is not known.
+RETURNED, TERMINATED, TRUNCATED, NOT_CHECKED = (1 << bit for bit in range(32, 36))
 # Arrays up to this size are checked completely. Of larger ones, these bytes are, because each word that is read takes
 # about as long as a cache miss.
 MAX_CHECKED_BYTES, _SAMPLED_BYTES = 8192, 2048
@@ -85,7 +86,7 @@ class LogMemory:
     """Memory in which an environment's process writes the log of its episode, and which another process may read.
 
     Each call has an entry of fixed size. Calls other than steps, and actions that are not like those of the space, are
-    pickled next to the entries.
+    pickled after the generators, with their number.
 
     :param action_space: action space of the environment
     :param memory: :data:`LOG_BYTES` bytes of shared memory; default: memory of this process
@@ -95,24 +96,21 @@ class LogMemory:
         shape, dtype = getattr(action_space, "shape", None), getattr(action_space, "dtype", None)
         # memoryview supports these dtypes. Other actions are pickled.
         has_column = shape is not None and dtype is not None and dtype.isnative and dtype.char in "?bBhHiIlLqQfd"
-        fields: list[Any] = [("reward", "d"), ("size", "I"), ("flags", "I"), ("observation", "I")]
+        fields: list[Any] = [("reward", "d"), ("result", "Q")]
         fields += [("action", dtype, shape)] if has_column else []
         entry = np.dtype(fields, align=True)
         self.limit = min(MAX_STEPS, _TABLE_BYTES // entry.itemsize)
         self.memory = memoryview(_new_memory() if memory is None else memory)
-        self._entries: Any = np.ndarray(self.limit, entry, self.memory, _HEADER)
-        # Sizes and flags as one number.
-        self._marks: Any = np.ndarray(self.limit, np.uint64, self.memory, _HEADER + 8, (entry.itemsize,))
-        self._data_start = _HEADER + self.limit * entry.itemsize
+        entries: Any = np.ndarray(self.limit, entry, self.memory, _HEADER)
+        self._data_start = self._head_end = _HEADER + self.limit * entry.itemsize
         self.cells = self.memory[:_HEADER].cast("Q")
         # Writing an item of a memoryview takes a third of the time of an array's.
-        columns: list[Any] = [self._entries[name] for name in ("reward", "observation", "size", "flags")]
-        views: list[Any] = [memoryview(column) for column in columns]
-        self.rewards, self.observations, self._sizes, self.flags = views
+        self._results: Any = entries["result"]
+        self.rewards, self.results = memoryview(entries["reward"]), memoryview(self._results)
         self.actions: Any = None
         self.action_type: Any = None  # type of the actions in the entries
         if has_column:
-            self.actions, self.action_type = self._entries["action"], np.ndarray
+            self.actions, self.action_type = entries["action"], np.ndarray
             if shape == ():
                 self.actions, self.action_type = memoryview(self.actions), self.actions.dtype.type
         # Places of the generators in the pickled snapshot, and where its bytes are.
@@ -122,11 +120,11 @@ class LogMemory:
     @property
     def is_started(self) -> bool:
         """Whether there is a log."""
-        return self.cells[_HEAD] > 0
+        return self.cells[_END] > 0
 
     def clear(self) -> None:
         """Drop the log."""
-        self.cells[_HEAD] = 0
+        self.cells[_END] = 0
 
     def start(self, snapshot: Snapshot, settings: list[tuple[str, Any]], arguments: dict[str, Any]) -> None:
         """Begin a new log with a reset.
@@ -135,23 +133,22 @@ class LogMemory:
         :param settings: calls that have set attributes
         :param arguments: arguments of the reset
         """
-        cells, size = self.cells, self.cells[_HEAD]
-        cells[_HEAD] = 0  # until the log is complete
-        self._marks[: cells[CALLS] % _FAILED + 1] = 0
+        cells = self.cells
+        cells[_END] = 0  # until the log is complete
+        self._results[: cells[CALLS] % _FAILED + 1] = 0
         cells[CALLS] = 0
-        if type(snapshot) is tuple and snapshot[0] is self._places and not settings and size:
+        if type(snapshot) is tuple and snapshot[0] is self._places and not settings:
             self.memory[self._states] = snapshot[1]  # the last snapshot differs in these bytes only
         else:
             packed, self._places = pickle_value((snapshot, settings)), None
-            size = len(packed)
-            if size > LOG_BYTES - self._data_start:
+            self._head_end = self._data_start + len(packed)
+            if self._head_end > LOG_BYTES:
                 return
-            self.memory[self._data_start : self._data_start + size] = packed
+            self.memory[self._data_start : self._head_end] = packed
             if type(snapshot) is tuple and not settings:
                 at = self._data_start + packed.index(snapshot[1])
                 self._places, self._states = snapshot[0], slice(at, at + len(snapshot[1]))
-        cells[_END] = self._data_start + size
-        cells[_HEAD] = size
+        cells[_END] = self._head_end
         if arguments:
             self.begin("reset", arguments)
         else:  # the first call is known without data
@@ -161,12 +158,12 @@ class LogMemory:
         """Record a call before it is made. Without memory for it, or after a call that has failed, drop the log."""
         cells = self.cells
         index, start = cells[CALLS], cells[_END]
-        packed = pickle_value((name, data)) if cells[_HEAD] and index < self.limit else b""
+        packed = pickle_value((index, name, data)) if start and index < self.limit else b""
         if not packed or start + len(packed) > LOG_BYTES:
             self.clear()
             return
         self.memory[start : start + len(packed)] = packed
-        self._sizes[index], cells[_END] = len(packed), start + len(packed)
+        cells[_END] = start + len(packed)
         cells[CALLS] = index + 1
 
     def end(self, observation: Any = None, reward: Any = 0.0, flags: int = 0) -> None:
@@ -175,14 +172,13 @@ class LogMemory:
         :param flags: sum of ``TERMINATED``, ``TRUNCATED``, and ``NOT_CHECKED`` if it is not known
         """
         index = self.cells[CALLS] - 1
-        if not self.cells[_HEAD] or index >= self.limit:
+        if not self.is_started or index >= self.limit:
             return
-        self.observations[index] = 0 if observation is None else observation_checksum(observation)
         try:
             self.rewards[index] = reward
         except Exception:  # a reward that is not a number
             self.rewards[index] = observation_checksum(reward)
-        self.flags[index] = RETURNED + flags
+        self.results[index] = RETURNED + flags + (0 if observation is None else observation_checksum(observation))
 
     def end_by_failure(self) -> None:
         """Record that the last call has raised an exception, after which the log ends."""
@@ -192,31 +188,32 @@ class LogMemory:
     def last_checksum(self) -> int | None:
         """Return the checksum of the last call."""
         index = self.cells[CALLS]
-        return self._checksums(index - 1, index)[0] if self.cells[_HEAD] else None
+        return self._checksums(index - 1, index)[0] if self.is_started else None
 
     def _checksums(self, start: int, stop: int) -> list[int | None]:
-        entries = self._entries[["reward", "observation", "flags"]][start:stop].tolist()
-        return [None if entry[2] & NOT_CHECKED else zlib.crc32(repr(entry).encode()) for entry in entries if entry[2]]
+        checksums: list[int | None] = []
+        for reward, result in zip(self.rewards[start:stop].tolist(), self.results[start:stop].tolist(), strict=True):
+            if result:
+                entry = reward, result % RETURNED, result // RETURNED
+                checksums.append(None if result & NOT_CHECKED else zlib.crc32(repr(entry).encode()))
+        return checksums
 
     def read(self) -> EpisodeLog | None:
         """Return the log, also while a call is pending or after the environment's process has died.
 
         :return: the log. None before the first reset, and if the episode takes too many steps or bytes
         """
-        count, head = self.cells[CALLS] % _FAILED, self.cells[_HEAD]
-        if not head:
+        count = self.cells[CALLS] % _FAILED
+        if not self.is_started:
             return None
-        start = self._data_start
-        snapshot, settings = pickle.loads(self.memory[start : start + head])
-        start += head
-        actions = None if self.actions is None else np.array(self._entries["action"][:count])
-        calls: list[tuple[str, Any]] = []
-        for index, size in enumerate(self._entries["size"][:count].tolist()):
-            if size:
-                calls.append(pickle.loads(self.memory[start : start + size]))
-                start += size
-            else:
-                calls.append(("step", actions[index]) if index and actions is not None else ("reset", {}))
+        actions: Any = [None] * count if self.actions is None else np.array(self.actions[:count])
+        calls = [("reset", {}), *(("step", action) for action in actions[1:])][:count]
+        file = io.BytesIO(self.memory[self._data_start : self.cells[_END]])
+        snapshot, settings = pickle.load(file)
+        while file.tell() < len(file.getbuffer()):
+            index, name, data = pickle.load(file)
+            if index < count:  # otherwise the process has died before it began this call
+                calls[index] = name, data
         return EpisodeLog(read_snapshot(snapshot), settings, calls, self._checksums(0, count))
 
 

@@ -158,7 +158,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         """
         env, log, ndarray = self.env, self._log, np.ndarray
         cells, limit, actions, action_type = log.cells, log.limit, log.actions, log.action_type
-        observations, rewards, flags, calls_at, returned = log.observations, log.rewards, log.flags, CALLS, RETURNED
+        rewards, results, calls_at, returned = log.rewards, log.results, CALLS, RETURNED
         shape, dtype = (actions.shape[1:], actions.dtype) if action_type is ndarray else ((), None)
         space = getattr(env, "observation_space", None)
         is_small = isinstance(space, gymnasium.spaces.Box) and space.low.nbytes <= MAX_CHECKED_BYTES
@@ -182,9 +182,11 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
                 raise
             try:
                 observation, reward, terminated, truncated, _ = result
-                observations[index] = checksum(observation)
                 rewards[index] = reward
-                flags[index] = returned + 2 * terminated + 4 * truncated if terminated or truncated else returned
+                flags = returned
+                if terminated or truncated:
+                    flags += TERMINATED * terminated + TRUNCATED * truncated
+                results[index] = checksum(observation) + flags
             except Exception:  # observations that are not arrays, rewards that are not numbers, and no more memory
                 log.end(result[0], result[1], TERMINATED * bool(result[2]) + TRUNCATED * bool(result[3]))
             return result

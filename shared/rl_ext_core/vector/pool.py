@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
+
 from rl_ext_core import processes, resources
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import (
@@ -126,14 +128,13 @@ class Pool:
     ) -> None:
         begin = time.perf_counter()
         check_env_fns(env_fns)
-        self.factories = make_factories(env_fns, options.start_timeout)
+        self.factories, self.num_envs = make_factories(env_fns, options.start_timeout), len(env_fns)
         self.options, self.autoreset, self._launch = options, autoreset, launch or launch_processes
-        self._restarts = None if options.restart is None else Restarts(len(env_fns))
-        count = min(options.n_workers or len(env_fns), len(env_fns))
+        self._restarts = None if options.restart is None else Restarts(self.num_envs)
+        count = min(options.n_workers or self.num_envs, self.num_envs)
         # Workers get consecutive environments, as evenly as possible.
-        firsts = [round(worker * len(env_fns) / count) for worker in range(count + 1)]
+        firsts = [round(worker * self.num_envs / count) for worker in range(count + 1)]
         self.workers = [new_worker(number, *part) for number, part in enumerate(itertools.pairwise(firsts))]
-        self.num_envs = len(env_fns)
         self.worker_by_env = [worker for worker in self.workers for _ in range(worker.first, worker.last)]
         self.seeds: list[int | None] = [None] * self.num_envs
         self.timings, self.step_start = Timings(), 0.0
@@ -141,7 +142,7 @@ class Pool:
         self._failure: WorkerError | None = None
         self._owner = os.getpid()
         self._ended = self._conversion_reported = False
-        self.has_unread_answers = False  # True if workers may still send answers
+        self.has_unread_answers = False
         self._is_half_stepped = False  # True if the last step reached some environments only
         try:
             self._start_workers()
@@ -154,7 +155,8 @@ class Pool:
                 self.send(worker, "map", self.layout)
             arrays = self.arrays = self.layout.arrays(self.memory.map(self.layout.size))
             # These are looked up once, because every step uses them.
-            self._actions = arrays.get("action")
+            actions = arrays.get("action")
+            self._action_form = None if actions is None else (actions.shape, actions.dtype)
             self._observations = [arrays[f"observation {index}"] for index in range(len(self.layout.paths))]
             self._flags, self._kinds = arrays["flags"].data, arrays["reward kind"].data
             self._zeros = bytes(self.num_envs)
@@ -237,15 +239,20 @@ class Pool:
                 "all. Use reset()"
             )
         self.step_start = time.perf_counter()
-        rows = self._split_actions(actions, each)
-        if rows is None:
-            self._actions[...] = actions  # type: ignore[index]
         workers = self.workers if environments is None else [self.workers[number] for number in environments]
         messages: list[bytes | None] = [None] * len(workers)
-        if rows is not None:  # what cannot be sent fails here, before any environment has its action
+        if type(actions) is np.ndarray and (actions.shape, actions.dtype) == self._action_form:
+            self.arrays["action"][...] = actions
+        else:  # are sent one by one, as upstream does, because a conversion could change their values
+            rows = each(actions)
+            if len(rows) != self.num_envs:
+                raise InvalidArgumentError(
+                    f"number of actions: {len(rows)}, expected {self.num_envs}, one for each environment"
+                )
+            # What cannot be sent fails here, before any environment has its action.
             messages = [pack(("step", rows[worker.first : worker.last])) for worker in workers]
-        if environments is not None:
-            for worker in set(self.workers) - set(workers):
+        for worker in self.workers if environments is not None else ():
+            if worker not in workers:
                 worker.answer, self.arrays["flags"][worker.first] = None, SKIPPED
         try:
             for worker, message in zip(workers, messages, strict=True):
@@ -253,26 +260,6 @@ class Pool:
         except BaseException:
             self._is_half_stepped = True
             raise
-
-    def _split_actions(self, actions: Any, each: Callable[[Any], Sequence[Any]]) -> Sequence[Any] | None:
-        """Return an action for each environment, or None if they have the shape and dtype of the shared array.
-
-        Others are sent one by one, as upstream does, because a conversion could change their values.
-        """
-        shared = self._actions
-        if (
-            shared is not None
-            and type(actions) is type(shared)
-            and actions.dtype == shared.dtype
-            and actions.shape == shared.shape
-        ):
-            return None
-        rows = each(actions)
-        if len(rows) != self.num_envs:
-            raise InvalidArgumentError(
-                f"number of actions: {len(rows)}, expected {self.num_envs}, one for each environment"
-            )
-        return rows
 
     def begin_reset(self, requests: ResetRequests) -> None:
         """Begin to reset environments.
@@ -363,11 +350,7 @@ class Pool:
         return found  # type: ignore[no-any-return]
 
     def _receive(self, timeout: float | None, workers: Sequence[WorkerHandle] | None = None) -> None:
-        """Receive the answers of workers.
-
-        :param timeout: time limit in seconds for each group of workers; None for no limit
-        :param workers: the workers; default: all
-        """
+        """Receive the answers of workers. The timeout is that of each group of workers."""
         for group in self.failure_groups(self.workers if workers is None else workers):
             watch = group[0].watch
             # The time of a group begins here, so that it does not depend on the other groups.
@@ -422,14 +405,13 @@ class Pool:
 
         :param to_reset: whether the command was a reset; default: a step
         """
-        answers = [(worker.first, self._get_answer(worker, to_reset) or ()) for worker in self.workers]
-        return [(n, entry) for first, answer in answers for n, entry in enumerate(answer, first) if entry is not None]
-
-    def _get_answer(self, worker: Any, to_reset: bool) -> Any:
-        if isinstance(worker.answer, WorkerError):
-            assert self._restarts is not None
-            return self._restarts.replace(self, worker, to_reset)
-        return worker.answer
+        found: list[tuple[int, StepEntry | None]] = []
+        for worker in self.workers:
+            if isinstance(worker.answer, WorkerError):
+                assert self._restarts is not None
+                self._restarts.replace(self, worker, to_reset)
+            found += enumerate(worker.answer or (), worker.first)
+        return [(number, entry) for number, entry in found if entry is not None]
 
     def observations(self, *, copy: bool = True) -> Any:
         """Return the observations.
@@ -510,13 +492,7 @@ class Pool:
         return self._environment_error(worker, cells[Cell.ENVIRONMENT], PHASES[cells[Cell.PHASE]], watch.failure)
 
     def _environment_error(self, worker: Any, environment: int, phase: str, failure: Failure) -> WorkerError:
-        """Return the exception for a failure of an environment, after recording its episode.
-
-        :param worker: handle of the worker
-        :param environment: number of the environment in its worker
-        :param phase: one of ``PHASES``
-        :param failure: the failure
-        """
+        """Record the episode of an environment of a worker, and return the exception for its failure."""
         environment += worker.first
         seeds = self.options.worker_seeds or self.seeds
         count, seed = self.num_envs, seeds[environment]
@@ -591,11 +567,7 @@ class Pool:
             raise failures[0]
 
     def _close_environments(self, patience: float | None, limit: float | None) -> list[WorkerError]:
-        """Close the environments, and return the failures.
-
-        :param patience: time limit in seconds for the commands that workers are executing; None for no limit
-        :param limit: time limit in seconds for closing; None for no limit
-        """
+        """Close the environments after waiting ``patience`` seconds for unfinished commands; return the failures."""
         begin = time.monotonic()
         for worker in self.workers:
             if worker.watch is not None:
@@ -612,7 +584,13 @@ class Pool:
         if late:
             number, at = late[0].cells[Cell.ENVIRONMENT], PHASES[late[0].cells[Cell.PHASE]]
             where = "in threads that go on after its close" if at == "idle" else f"in {at}"
-            self._warn_of_slow_close(late[0].first + number, where, begin)
+            caller = self.options.caller
+            warnings.warn(
+                f"{caller.label} {late[0].first + number} of {self.num_envs} was still {where} after "
+                f"{time.monotonic() - begin:.3g} s of closing, and its worker was ended: files that it writes may be "
+                f"incomplete. Use {caller.close_argument}=None to wait without a limit, or a larger number",
+                stacklevel=4,
+            )
         return failures
 
     def _close_error(self, worker: WorkerHandle) -> WorkerError | None:
@@ -629,15 +607,6 @@ class Pool:
         error = self._group_error([other for other in self.workers if other.watch is worker.watch])
         # The last two are those of a worker that was killed before it closed.
         return error if error.phase in ("close", "start", "idle") else None
-
-    def _warn_of_slow_close(self, environment: int, where: str, begin: float) -> None:
-        subject = f"{self.options.caller.label} {environment} of {self.num_envs}"
-        warnings.warn(
-            f"{subject} was still {where} after {time.monotonic() - begin:.3g} s of closing, and its worker was ended: "
-            f"files that it writes may be incomplete. Use {self.options.caller.close_argument}=None to "
-            "wait without a limit, or a larger number",
-            stacklevel=5,
-        )
 
     def end(self, failure: WorkerError | None = None) -> None:
         """End the workers at once. In a forked process, do nothing.
@@ -691,13 +660,7 @@ def _require_same_spaces(expected: Any, found: Sequence[Any], advice: str) -> An
 def _wait_while(
     workers: Sequence[WorkerHandle], condition: Callable[[WorkerHandle], bool], begin: float, limit: float | None
 ) -> list[WorkerHandle]:
-    """Wait while a condition holds for any worker; return the workers for which it holds.
-
-    :param workers: the workers
-    :param condition: function of a worker
-    :param begin: begin of the wait, from ``time.monotonic()``
-    :param limit: time limit in seconds; None for no limit
-    """
+    """Wait while a condition holds for any worker, at most ``limit`` seconds; return the workers for which it holds."""
     pause = 0.0005
     while waiting := [worker for worker in workers if condition(worker)]:
         if limit is not None and time.monotonic() - begin > limit:
@@ -715,10 +678,7 @@ def _interrupt_waits(workers: Sequence[WorkerHandle]) -> None:
 def _end_pool(
     owner: int, workers: Sequence[WorkerHandle], memories: Sequence[SharedMemory], working_directory: str | None
 ) -> None:
-    """End workers, close their memory and delete their empty folders.
-
-    Do nothing in a forked process. After an interrupt, call it again.
-    """
+    """End workers, close their memory and delete their empty folders. After an interrupt, call it again."""
     if os.getpid() != owner:
         return
     for worker in workers:
@@ -726,7 +686,6 @@ def _end_pool(
     for memory in memories:
         memory.close()
     if working_directory is not None:
-        # Delete folders that are empty.
         for folder in [*(os.path.join(working_directory, str(worker.number)) for worker in workers), working_directory]:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
