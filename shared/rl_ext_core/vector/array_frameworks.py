@@ -49,9 +49,8 @@ def _framework(leaf: Any) -> str:
 
 
 def framework_of(observation: Any) -> str:
-    """Return the framework of an observation, which may be nested.
+    """Return the framework of the first array in an observation that is not NumPy's.
 
-    :param observation: array, or nested dicts, tuples and lists of arrays; the first array that is not NumPy's decides
     :return: ``"numpy"``, ``"torch"``, ``"jax"``, or ``"dlpack"`` for others that support it, such as Warp and CuPy
     """
     found = map(_framework, leaves(observation))
@@ -113,8 +112,6 @@ def to_framework(array: Array, framework: str, device: Any = None) -> Any:
 def take_rows(batch: Any, rows: Any) -> Any:
     """Copy rows of an array.
 
-    :param batch: array or tensor
-    :param rows: indices, as NumPy array or tensor
     :return: tensor on the same device if ``batch`` is a tensor, except if it is on the CPU and ``rows`` is a NumPy
         array. Otherwise a NumPy array, also for JAX, which would compile for each number of rows
     """
@@ -145,11 +142,9 @@ def stack_arrays(*arrays: Any) -> Any:
 
 
 def keep_freed_memory(nbytes: int) -> None:
-    """Make the C library reuse freed blocks of a size, which is faster than mapping new ones.
+    """Make the C library reuse freed blocks of this size, which is faster than mapping new ones.
 
     glibc's threshold rises to the largest block that was freed, up to 32 MB. Source: mallopt(3), M_MMAP_THRESHOLD.
-
-    :param nbytes: size of a block in bytes
     """
     size = min(4 * nbytes, 31 << 20)
     if size > 128 << 10:

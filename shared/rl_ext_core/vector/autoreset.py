@@ -50,7 +50,6 @@ class Autoreset(Enum):
     def parse(cls, requested_mode: Any, *, suggestion: str = "SameStep") -> Autoreset:
         """Convert a mode of gymnasium, or its name or value, to an Autoreset.
 
-        :param requested_mode: the mode
         :param suggestion: value that the error message suggests, default ``"SameStep"``
         :raises InvalidArgumentError: If there is no such mode.
         """
@@ -94,14 +93,11 @@ def wrapper_chain(env: Any) -> list[Any]:
 
 
 def find_autoreset_mode(env: Any, requested_mode: object, *, uses_torch: bool) -> Autoreset | None:
-    """Return the autoreset mode of a vectorized environment.
+    """Return the autoreset mode of a vectorized environment; None if it is unknown.
 
     The first of these decides: the argument, an attribute, the metadata, the rules of the library.
 
-    :param env: vectorized environment, wrapped or not
-    :param requested_mode: mode that the caller has set, or its name or value; None if not set
     :param uses_torch: whether it steps on tensors. Such environments reset rows in the step unless they set a mode
-    :return: the mode; None if it is unknown
     :raises InvalidArgumentError: If a mode does not exist.
     """
     base = getattr(env, "unwrapped", env)
@@ -118,12 +114,7 @@ def find_autoreset_mode(env: Any, requested_mode: object, *, uses_torch: bool) -
 
 
 def accepts_parameter(function: Any, name: str, *, any_keyword: bool = True) -> bool:
-    """Return whether a function has a parameter with a name, or accepts any keyword.
-
-    :param function: the function; False if its signature is unknown
-    :param name: name of the parameter
-    :param any_keyword: whether ``**kwargs`` counts, default True
-    """
+    """Return whether a function is known to have a parameter with a name, or ``**kwargs``."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -215,10 +206,7 @@ def _reset_by_env_idx(env: Any, base: Any, mode: Autoreset) -> PartialReset:
 
 
 def _reset_by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Return a function that resets rows by the keyword ``env_ids``, which wrappers forward.
-
-    Outer wrappers whose reset has no effect are skipped.
-    """
+    """Return a function that resets rows by the keyword ``env_ids``, which wrappers must forward."""
     from gymnasium import Wrapper, wrappers
 
     chain = wrapper_chain(env)
@@ -316,10 +304,7 @@ def _reset_with_mask(
 
 
 def _reset_cartpole(env: Any, rows: Any, *, seed: int | None = None, **_: Any) -> tuple[Any, Any]:
-    """Reset rows of gymnasium's vectorized CartPole.
-
-    It uses the random numbers that the environment would use for a reset in the next step.
-    """
+    """Reset rows with the random numbers that a reset in the next step would use."""
     from gymnasium.vector import VectorEnv
 
     VectorEnv.reset(env, seed=seed)
@@ -374,10 +359,7 @@ def _indices(mask: Any, base: Any) -> Any:
 
 
 def _is_defined_in(*prefixes: str) -> Callable[[Any], bool]:
-    """Return a function that tests where the class of an environment is defined.
-
-    :param prefixes: beginnings of the full name of the class or one of its base classes
-    """
+    """Return a test of the full names of an environment's class and its bases, by their beginnings."""
     return lambda base: any(
         f"{kind.__module__}.{kind.__qualname__}".startswith(prefixes) for kind in type(base).__mro__
     )

@@ -202,12 +202,7 @@ class SpinWaiter:
         self._left = 0
 
     def wait_for_value(self, cells: memoryview, place: int, number: int) -> bool:
-        """Poll until a cell has a value, for a short time or not at all; return whether it has.
-
-        :param cells: cells of a worker
-        :param place: index of the cell
-        :param number: the value
-        """
+        """Poll until a cell has a value, for a short time or not at all; return whether it has."""
         if self._left:
             self._left -= 1
             return False
@@ -276,10 +271,7 @@ class WorkerChannel:
                 yield unpack(self._mail.read(size)) if size else ("step", None)
 
     def reply(self, message: bytes) -> None:
-        """Answer the last command.
-
-        :param message: pickled answer; empty for None
-        """
+        """Answer the last command with a pickled message, which is empty for None."""
         cells = self.cells
         if message:
             self._mail.write(message)
@@ -320,11 +312,8 @@ class WorkerHandle:
     def launch(self, context: Any, target: Callable[..., object], arguments: tuple[Any, ...], *, spins: bool) -> None:
         """Start a process, and await its first answer.
 
-        :param context: multiprocessing context
         :param target: function of the process. Its first argument is a tuple with the arguments of
-            :class:`WorkerChannel`
-        :param arguments: further arguments of ``target``
-        :param spins: whether both sides poll before waiting
+            :class:`WorkerChannel`, and ``arguments`` follow
         """
         self.disconnect()
         memory, self._mail = SharedMemory(_LINE), SharedMemory()
@@ -365,11 +354,7 @@ class WorkerHandle:
         self.disconnect()
 
     def send(self, name: str, data: Any) -> None:
-        """Send a command.
-
-        :param name: name of the command
-        :param data: data of the command. For a step: the packed command, or None with the actions in shared memory
-        """
+        """Send a command. The data of a step is the packed command, or None for the shared actions."""
         message: bytes = (data or b"") if name == "step" else pack_by_value((name, data))
         if message:
             self._mail.write(message)

@@ -66,11 +66,8 @@ def check_recorder(recorder: Any) -> None:
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return an argument as an int, or raise if it is not an integer or too small.
+    """Return an argument as an int.
 
-    :param name: name of the argument, for the error message
-    :param value: value of the argument
-    :param least: smallest allowed value, default 1
     :raises InvalidTypeError: If ``value`` is not an integer.
     :raises InvalidArgumentError: If ``value`` is less than ``least``.
     """
@@ -190,11 +187,10 @@ class PoolOptions:
 
 
 def make_factories(env_fns: Sequence[Any], timeout: float | None = None) -> list[EnvFactory[Any]]:
-    """Convert functions and environments to factories, one for each worker.
+    """Convert functions, environments, ids and factories to factories, one for each worker.
 
     Factories that are bound to a worker stay as they are. An object that occurs several times is converted once.
 
-    :param env_fns: functions, environments, ids or factories
     :param timeout: time limit in seconds for building and stepping a copy of an environment; default: none
     """
     others = {id(env_fn): env_fn for env_fn in env_fns if not isinstance(env_fn, EnvFactory) or env_fn.worker is None}
@@ -215,11 +211,8 @@ def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
 
 
 def store_reward(rewards: np.ndarray[Any, Any], index: int, reward: Any) -> None:
-    """Write a reward to an array.
+    """Write the reward of an environment to an array.
 
-    :param rewards: ``(num_envs,)`` numbers
-    :param index: number of the environment
-    :param reward: number, without axes
     :raises EnvironmentOutputError: If ``reward`` has axes, as ``np.array([1.0])`` has.
     """
     try:
@@ -265,7 +258,7 @@ def is_plain(environment: Any) -> bool:
 
 
 def _has_spec_of_batch(space: Any) -> bool:
-    """Return whether TorchRL's spec of a batch of a space is that of the space with one more axis.
+    """Return whether TorchRL describes a batch of a space like the space with one more axis.
 
     For example, it makes one-hot vectors of a MultiDiscrete, and numbers of a batch of them.
     """
@@ -275,7 +268,7 @@ def _has_spec_of_batch(space: Any) -> bool:
 
 
 def adapt_unless_plain(environment: Any, adapt: bytes) -> Any:
-    """Return a plain gymnasium environment as it is, and pass others through a pickled function.
+    """Return a plain gymnasium environment, or what a pickled function returns for another one.
 
     The function is unpickled only if it is needed, because that may import a framework.
     """
@@ -351,8 +344,7 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the environment; add ``info["episode"]`` if the episode ends.
 
-        :raises EnvironmentOutputError: If the episode has ended and the environment was not reset, or it does not
-            return five values.
+        :raises EnvironmentOutputError: If the environment needs a reset, or does not return five values.
         """
         if self.needs_reset:
             raise EnvironmentOutputError("this environment needs a reset before it is stepped; use env.reset() first")

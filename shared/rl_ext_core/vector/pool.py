@@ -174,10 +174,7 @@ class Pool:
 
     @staticmethod
     def copy_error(owner: str) -> NotCopyableError:
-        """Return the error for copies of an object that has a pool. A copy would share the workers.
-
-        :param owner: name of the object's class
-        """
+        """Return the error for copies of an object that has a pool. A copy would share the workers."""
         return NotCopyableError(
             f"{owner} cannot be copied or pickled, because its environments are in worker processes: expected the "
             f"functions that build them. Use {owner}(env_fns), which starts new workers"
@@ -262,10 +259,7 @@ class Pool:
             raise
 
     def begin_reset(self, requests: ResetRequests) -> None:
-        """Begin to reset environments.
-
-        :param requests: (seed, options) or None for each environment
-        """
+        """Begin to reset environments."""
         self.drain_answers()
         self._is_half_stepped = self._is_half_stepped and None in requests
         for worker in self.workers:
@@ -281,19 +275,13 @@ class Pool:
         self.send(worker, "reset", list(requests))
 
     def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
-        """Make the same call for some environments, and return the results.
-
-        :param environments: numbers of the environments
-        :param name: name of the call, a key of ``CALLS``
-        :param data: data of the call
-        """
+        """Make the same call for some environments, and return the results."""
         self.begin_call(environments, name, [data] * len(environments))
         return self.results()
 
     def begin_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
         """Begin a call for some environments.
 
-        :param environments: numbers of the environments
         :param name: name of the call, a key of ``CALLS``
         :param arguments: data of the call for each environment
         """
@@ -314,8 +302,7 @@ class Pool:
         """Wait for all answers.
 
         :param starting: whether the time limit is ``start_timeout``; default: ``step_timeout``
-        :param raise_failures: whether to raise answers that are a :class:`WorkerError`. Pools with restarts have such
-            answers
+        :param raise_failures: whether to raise answers that are a :class:`WorkerError`, as in pools with restarts
         :raises WorkerError: If a worker has failed.
         """
         require_same_process(self._owner)
@@ -341,11 +328,7 @@ class Pool:
         return [log.read() for log in self._logs] or [None] * self.num_envs
 
     def repeat_episode(self, environment: int, log: EpisodeLog) -> Repetition:
-        """Repeat a recorded episode in an environment that was not used before.
-
-        :param environment: number of the environment
-        :param log: a log whose last call has returned
-        """
+        """Repeat a log whose last call has returned, in an environment that was not used before."""
         (found,) = self.call([environment], REPEAT_EPISODE, log)
         return found  # type: ignore[no-any-return]
 
@@ -391,20 +374,12 @@ class Pool:
         return not _wait_while(self.workers, lambda worker: not worker.is_done(), time.monotonic(), timeout)
 
     def is_plain_step(self) -> bool:
-        """Return whether the last step had no infos, ended no episode, and had float rewards.
-
-        This is true for most steps.
-        """
-        # Comparing bytes takes a tenth of the time that NumPy takes.
+        """Return whether the last step had no infos, ended no episode, and had float rewards."""
+        # This is true for most steps. Comparing bytes takes a tenth of the time that NumPy takes.
         return self._flags == self._kinds == self._zeros and all(worker.answer is None for worker in self.workers)
 
     def entries(self, *, to_reset: bool = False) -> list[tuple[int, StepEntry]]:
-        """Return infos and last observations of the last step or reset, by environment number.
-
-        Environments without infos have no entry.
-
-        :param to_reset: whether the command was a reset; default: a step
-        """
+        """Return infos and last observations of the last step or reset, by environment number."""
         found: list[tuple[int, StepEntry | None]] = []
         for worker in self.workers:
             if isinstance(worker.answer, WorkerError):
@@ -414,10 +389,7 @@ class Pool:
         return [(number, entry) for number, entry in found if entry is not None]
 
     def observations(self, *, copy: bool = True) -> Any:
-        """Return the observations.
-
-        :param copy: whether to copy them; otherwise they are the shared arrays, which the next step overwrites
-        """
+        """Return the observations. Without ``copy``, the next step overwrites them."""
         if self._restarts is not None:
             self._restarts.last_observations = [array.copy() for array in self._observations]
         return self.layout.build_observation(
@@ -425,10 +397,7 @@ class Pool:
         )
 
     def results(self) -> list[Any]:
-        """Return the results of a call, after all workers have answered.
-
-        If an environment raised an exception, raise it.
-        """
+        """Return the results of a call, or raise the exception of an environment."""
         self.wait(raise_failures=True)
         answers: dict[int, Any] = {}
         results = []
@@ -449,10 +418,7 @@ class Pool:
         return results
 
     def warn_about_conversions(self, upstream: str) -> None:
-        """Warn once if observations did not fit the dtype of their space.
-
-        :param upstream: name of the upstream class, which converts them too
-        """
+        """Warn once if observations did not fit the dtype of their space."""
         converted_flags = self.arrays["flags"] & CONVERTED
         if self._conversion_reported or not converted_flags.any():
             return
@@ -609,12 +575,7 @@ class Pool:
         return error if error.phase in ("close", "start", "idle") else None
 
     def end(self, failure: WorkerError | None = None) -> None:
-        """End the workers at once. In a forked process, do nothing.
-
-        If it is interrupted, it can be called again.
-
-        :param failure: failure to raise in later calls; default: none
-        """
+        """End the workers at once; later calls raise ``failure``. It can be called again after an interrupt."""
         if os.getpid() == self._owner:
             self._ended, self._failure = True, self._failure or failure
             if hasattr(self, "_end"):  # otherwise no worker was started

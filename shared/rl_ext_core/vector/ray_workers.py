@@ -209,11 +209,8 @@ class ActorWatch:
 
 
 def launch_actors(pool: Pool, workers: Sequence[Any], *, actor_options: Mapping[str, Any]) -> None:
-    """Start the workers of a pool in Ray actors.
+    """Start the workers of a pool in Ray actors with these options.
 
-    :param pool: the pool
-    :param workers: its handles, which are ActorHandle
-    :param actor_options: options of each actor, for ``ray.remote(...).options``
     :raises MissingDependencyError: If Ray is not installed.
     """
     try:

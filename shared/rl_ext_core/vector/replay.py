@@ -137,9 +137,6 @@ class _RepeatedEpisode(gymnasium.Wrapper[Any, Any, Any, Any]):
 def _build_env(capsule: Capsule, source: str | None, folder: str, created: str) -> _RepeatedEpisode:
     """Build the environment of a capsule, in the state before the recorded episode.
 
-    :param source: ``--env`` of the command line; default: the pickled factory of the capsule
-    :param folder: folder of temporary files
-    :param created: as for ``protect_files``
     :raises InvalidArgumentError: If the factory cannot be loaded, or the environment has other wrappers or spaces.
     """
     with contextlib.suppress(ImportError):  # Windows

@@ -78,10 +78,7 @@ class Restarts:
     # -- replacements
 
     def replace(self, pool: Any, worker: WorkerHandle, to_reset: bool) -> list[StepEntry]:
-        """Replace a failed worker, reset its environments, and return their entries.
-
-        :raises WorkerError: If ``max_restarts`` is reached.
-        """
+        """Replace a failed worker and reset its environments, whose entries become its answer."""
         try:
             return self._replace(pool, worker, worker.answer, to_reset)
         except BaseException as error:
@@ -152,11 +149,7 @@ class Restarts:
         return infos
 
     def _describe(self, pool: Any, failure: WorkerError, number: int) -> str:
-        """Return the text of ``info["worker_error"]`` for a new environment.
-
-        :param failure: failure of the earlier worker
-        :param number: number of the environment
-        """
+        """Return the text of ``info["worker_error"]`` for the new environment after a failure."""
         reset = {"seed": pool.seeds[number], "options": channel.unpack(self._reset_options[number])}
         arguments = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in reset.items() if value is not None)
         repeated: list[str] = []
@@ -173,10 +166,7 @@ class Restarts:
 
 
 def _await_answer(pool: Any, worker: WorkerHandle, timeout: float | None) -> Any:
-    """Wait for the answer of a new worker, and return it.
-
-    :raises WorkerError: If the worker has failed.
-    """
+    """Wait for the answer of a new worker, and return it; raise its failure."""
     pool._receive(timeout, [worker])
     if isinstance(worker.answer, WorkerError):
         raise worker.answer

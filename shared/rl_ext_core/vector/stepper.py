@@ -104,10 +104,8 @@ class Stepper:
         return self._mode is Autoreset.SAME_STEP
 
     def step(self, action: Any) -> tuple[Any, ...]:
-        """Step the environment.
+        """Step the environment, and return its five values.
 
-        :param action: actions of all rows
-        :return: observation, reward, terminated, truncated and info, as the environment returned them
         :raises EnvironmentOutputError: If the environment did not return five values.
         """
         self.previous, self.current = self.current, None
@@ -212,10 +210,7 @@ class Stepper:
         return observation, info
 
     def begin(self, observation: Any) -> None:
-        """Store a copy of an observation, if it is needed later.
-
-        Call it after resets of the environment that do not go through this stepper.
-        """
+        """Store a copy of an observation, if it is needed later, after a reset that bypassed this stepper."""
         self.current = map_arrays(copy_output, observation) if self._stores_observations else None
 
     def _find_partial_reset(self) -> PartialReset:
@@ -256,9 +251,8 @@ def num_envs_of(env: Any) -> int | None:
 
 
 def check_result_length(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return the values that reset or step returned, or raise if their number is wrong.
+    """Return the values that reset or step returned.
 
-    :param result: tuple or list of the values
     :param expected: ``RESET_RESULT`` or ``STEP_RESULT``
     :raises EnvironmentOutputError: If ``result`` has another number of values.
     """
@@ -277,12 +271,7 @@ def is_per_env(values: Any) -> bool:
 
 
 def is_mask(info: dict[str, Any], key: Any, count: int) -> bool:
-    """Return whether ``info[key]`` is gymnasium's mask of the rows that have another entry.
-
-    :param info: info of a vectorized environment
-    :param key: ``"_name"`` for the mask of ``"name"``
-    :param count: number of rows
-    """
+    """Return whether ``info[key]`` is gymnasium's mask of the rows that have another entry."""
     mask: Any = info.get(key) if isinstance(key, str) and key[:1] == "_" and key[1:] in info else None
     has_rows = getattr(mask, "shape", None) == (count,)
     return has_rows and bool(mask.dtype == bool or str(mask.dtype) == "torch.bool")
@@ -296,10 +285,7 @@ def drop_final_keys(info: Any) -> Any:
 
 
 def infos_to_dict(infos: Any) -> Any:
-    """Convert a list of infos to a dict of object arrays and masks.
-
-    :param infos: list or object array with a dict or None for each row; other values are returned as is
-    """
+    """Convert a list with a dict or None for each row to a dict of object arrays and masks."""
     if not is_per_env(infos):
         return infos
     parts = [part if isinstance(part, dict) else {} for part in infos]
@@ -335,8 +321,6 @@ def _select_final_rows(final: Any, rows: Any, count: int) -> Any:
     """Return the last observations of some rows.
 
     :param final: a batch of all rows or of these rows, or an observation or None for each, or dicts and tuples of these
-    :param rows: indices of the rows
-    :param count: number of all rows
     :raises EnvironmentOutputError: If ``final`` has another number of rows, or lacks a row.
     """
     if isinstance(final, dict):

@@ -160,8 +160,6 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> None:
         """Begin to reset environments. :meth:`reset_wait` returns the result.
 
-        :param seed: as in :meth:`reset`
-        :param options: as in :meth:`reset`
         :raises AlreadyPendingCallError: If the result of another call is pending.
         """
         self._require_idle("reset_async")
@@ -247,22 +245,17 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     # -- attributes and methods of environments
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each environment, or get an attribute.
+        """Call a method of each environment, or get an attribute, and return the results.
 
         An exception in an environment is raised here. The environments stay usable.
-
-        :param name: name of the method or attribute
-        :return: the result of each environment
         """
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
     def call_some(self, indices: Sequence[int], name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of some environments, or get an attribute.
+        """Call a method of some environments, or get an attribute, as :meth:`call` does for all.
 
         :param indices: numbers of the environments
-        :param name: name of the method or attribute
-        :return: the result of each of these environments
         """
         self._require_callable("call_some", name)
         return self._pool.call(indices, "call", (name, args, kwargs))
@@ -270,7 +263,6 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Begin to call a method, or get an attribute. :meth:`call_wait` returns the results.
 
-        :param name: name of the method or attribute
         :raises AlreadyPendingCallError: If the result of another call is pending.
         """
         self._require_callable("call_async", name)
@@ -278,10 +270,9 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         self._pending = "call"
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Wait for the results of :meth:`call_async`.
+        """Wait for the results of :meth:`call_async`, one for each environment.
 
         :param timeout: float, time limit in seconds, default: none
-        :return: the result of each environment
         :raises TimeoutError: If the limit is reached (``multiprocessing.TimeoutError``). The result is dropped.
         """
         self._wait("call", timeout)
@@ -298,7 +289,6 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of each environment.
 
-        :param name: name of the attribute
         :param values: list or tuple of a value for each environment, or one value for all
         :raises InvalidArgumentError: If the number of values is not the number of environments.
         """
@@ -384,13 +374,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 def _parse_reset_mask(found: Any, num_envs: int) -> Sequence[bool]:
-    """Return which environments to reset.
-
-    :param found: ``options["reset_mask"]``; None for all environments
-    :param num_envs: number of environments
-    :raises InvalidTypeError: If the mask is not a bool array.
-    :raises InvalidArgumentError: If the mask has another shape, or is False everywhere.
-    """
+    """Return which environments to reset, by ``options["reset_mask"]``; None means all."""
     if found is None:
         return [True] * num_envs
     advice = f"Use numpy.zeros({num_envs}, bool), with True where an environment is to be reset"

@@ -65,13 +65,9 @@ def run_worker(
     """Build environments, and execute commands until the parent closes its end.
 
     :param end: arguments of :class:`~rl_ext_core.vector.channel.WorkerChannel`
-    :param memory: memory of the shared arrays
-    :param first: number of the first environment
-    :param env_fns: functions that build the environments
     :param directory: working directory to create, and the folder to copy to it or None. None keeps the present one
-    :param autoreset: autoreset mode of the environments
-    :param logs: memory of the episode logs of the pool; None records no episodes
-    :param initializer: function to call first; None: nothing
+
+    The other parameters are those of :class:`WorkerEnvironments` and of ``PoolOptions``.
     """
     if initializer is not None:
         initializer()
@@ -95,11 +91,7 @@ def run_worker(
 
 
 def map_log(memory: SharedMemory, environment: int) -> Any:
-    """Map the memory of an episode log.
-
-    :param memory: memory of the logs of all environments of a pool
-    :param environment: number of the environment
-    """
+    """Map the log of an environment, in the memory of a pool's logs."""
     return memory.map(LOG_BYTES, environment * LOG_BYTES)
 
 
