@@ -69,10 +69,7 @@ def describe_exception(worker: int, record: ExceptionRecord) -> Failure:
 
 
 def describe_exit(worker: int, report: WorkerReport, exitcode: int, unknown_reason: str) -> Failure:
-    """Describe the failure of a worker that has ended.
-
-    :param unknown_reason: why the exit code is unknown; empty if it is known
-    """
+    """Describe the failure of a worker that has ended; ``unknown_reason`` says why its exit code is unknown."""
     progress, record, text = report.progress, report.exception_record, report.text()
     started, kind = progress is Progress.RUNNING, "exit"
     if record is not None:
@@ -102,10 +99,8 @@ def describe_timeout(
 ) -> Failure:
     """Describe the failure of a worker that exceeds a time limit.
 
-    :param seconds: the time limit
     :param stack: stack of the worker; empty if it does not react to signals
     :param others: numbers of other workers that do not answer; None if all workers wait for a command
-    :param label: name of the workers
     """
     also_late = f" (nor did {', '.join(map(str, others))})" if others else ""
     rest = f"{also_late}; it is in:"
@@ -121,11 +116,8 @@ def describe_timeout(
 
 
 def require_same_process(owner: int) -> None:
-    """Reject calls from a forked process.
+    """Reject calls from a process that was forked from the owner, whose answers it would read.
 
-    A forked process would read the answers that workers send to the process that started them.
-
-    :param owner: number of the process that started the workers
     :raises InvalidArgumentError: If this is another process.
     """
     if os.getpid() != owner:

@@ -31,11 +31,7 @@ def create_process_group() -> None:
 
 
 def kill_process_trees(living: Collection[int], ended: Collection[int] = ()) -> None:
-    """Kill group leaders, and the processes started by them and by leaders that have ended.
-
-    :param living: process numbers of leaders that were not waited for
-    :param ended: process numbers of leaders that have ended
-    """
+    """Kill group leaders, and the processes started by them and by leaders that have ended."""
     leaders = {*living, *ended}
     found = {*living, *_find_members(leaders)}
     for _ in range(_ROUNDS):

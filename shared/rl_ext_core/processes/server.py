@@ -248,11 +248,7 @@ def stop_server() -> None:
 
 
 def prepare(modules: Sequence[str], variables: Mapping[str, str | None]) -> None:
-    """Set up a new fork server: its process group, variables and preloaded modules.
-
-    :param modules: names of modules to import
-    :param variables: environment variables to set; None unsets
-    """
+    """Set up a new fork server: its process group, variables and preloaded modules."""
     create_process_group()
     reset_signals()
     set_variables(variables)
@@ -267,11 +263,9 @@ def prepare(modules: Sequence[str], variables: Mapping[str, str | None]) -> None
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import modules before workers are forked from this process. Modules that cannot be imported are skipped.
+    """Import modules before workers are forked from this process.
 
-    The worker that imports such a module reports the error.
-
-    :param names: names of the modules
+    A module that cannot be imported is skipped. The worker that imports it reports the error.
     """
     for name in names:
         try:

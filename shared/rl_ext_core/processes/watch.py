@@ -22,7 +22,7 @@ from rl_ext_core.errors import InvalidTypeError, WorkerError
 from rl_ext_core.processes.context import Worker, kill_workers
 from rl_ext_core.processes.failures import Failure, describe_exit, describe_timeout, is_idle
 from rl_ext_core.processes.process_groups import kill_group
-from rl_ext_core.processes.report import Progress
+from rl_ext_core.processes.report import END_REQUESTED, NEEDS_CLOSE, RAISED, Progress
 from rl_ext_core.processes.worker import CLOSE_S, END_SIGNAL
 
 __all__ = ["Watch"]
@@ -237,9 +237,12 @@ class Watch:
         living = [worker for worker in self._workers if _is_alive(worker)]
         if not living:
             return
-        closing = [worker for worker in living if worker.report.request_end()] if END_SIGNAL is not None else []
-        for worker in closing:
-            worker.send_signal(END_SIGNAL)
+        closing = []
+        for worker in living if END_SIGNAL is not None else ():
+            worker.report.page[END_REQUESTED] = 1
+            if worker.report.page[NEEDS_CLOSE]:
+                worker.send_signal(END_SIGNAL)
+                closing.append(worker)
         _wait_until_ended(closing, CLOSE_S)
         kill_workers(living)
         _wait_until_ended(living, _REAP_S)
@@ -253,7 +256,7 @@ class Watch:
         self._raise_failure()
 
     def _is_failing(self, worker: Worker) -> bool:
-        return worker.report.has_raised or (worker.exitcode is not None and not self._ended_normally(worker))
+        return bool(worker.report.page[RAISED]) or (worker.exitcode is not None and not self._ended_normally(worker))
 
     def _raise_failure(self) -> None:
         failure, operation = self.failure, self._failed_operation

@@ -104,17 +104,11 @@ def _instance_attributes(owner: Any) -> dict[str, Any]:
     return found
 
 
-def read_values(attributes: dict[str, Any], links: Iterable[Any] = ()) -> dict[str, Value]:
-    """Return copies of the values in attributes, by path.
+def read_values(attributes: dict[str, Any], links: Iterable[Any]) -> tuple[dict[str, Value], dict[str, Any]]:
+    """Return copies of the values in attributes, and the objects themselves, by path.
 
-    :param attributes: values by name
     :param links: objects that are not read, because they have a state of their own or none
     """
-    return _walk(attributes, links)[0]
-
-
-def _walk(attributes: dict[str, Any], links: Iterable[Any]) -> tuple[dict[str, Value], dict[str, Any]]:
-    """Return copies of the values in attributes, and the objects themselves, by path."""
     seen = {id(link) for link in links}
     values: dict[str, Value] = {}
     present: dict[str, Any] = {}
@@ -218,10 +212,7 @@ def _keeps_state_in_attributes(cls: Any) -> bool:
 
 
 def _is_plain(value: Any, budget: list[int]) -> bool:
-    """Whether a value consists of numbers, texts, arrays, and lists, tuples, sets and dicts of them.
-
-    :param budget: number of parts that may be read
-    """
+    """Whether a value consists of at most ``budget[0]`` numbers, texts, arrays, and containers of them."""
     kind: Any = type(value)
     if kind is np.ndarray:
         return not value.dtype.hasobject and value.nbytes <= _MAX_BYTES
@@ -278,21 +269,15 @@ def _canonical(value: Any) -> Any:
 # -- writing
 
 
-def write_values(
-    owner: Any, saved: dict[str, Value], links: Iterable[Any] = (), *, kept: Collection[str] = ()
-) -> set[str]:
-    """Set the values of an object that differ from saved ones.
+def write_values(owner: Any, saved: dict[str, Value], links: Iterable[Any], *, kept: Collection[str]) -> set[str]:
+    """Set the values of an object that differ from saved ones, except those of the paths in ``kept``.
 
-    :param owner: the object
-    :param saved: result of :func:`read_values`
-    :param links: as for :func:`read_values`
-    :param kept: paths of values that stay as they are
     :return: paths of values that still differ
     """
     names, links = {value.key for value in saved.values() if not value.parent}, list(links)
 
     def read() -> tuple[dict[str, Value], dict[str, Any]]:
-        return _walk({name: value for name, value in _instance_attributes(owner).items() if name in names}, links)
+        return read_values({name: value for name, value in _instance_attributes(owner).items() if name in names}, links)
 
     (values, present), expected = read(), digests_of(saved)
     present[""] = owner

@@ -17,6 +17,7 @@ import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 import numpy as np
@@ -84,20 +85,14 @@ class RecordedFailure:
     def from_error(cls, error: BaseException) -> RecordedFailure:
         """Describe the failure of a worker, or an exception of an environment in this process."""
         if isinstance(error, WorkerError):
-            name = type(error.__cause__).__name__ if error.__cause__ is not None else _raised_class(error.traceback)
-            kind, phase, exitcode, traceback = error.kind, error.phase, error.exitcode, error.traceback
-            is_output_error = isinstance(error.__cause__, EnvironmentOutputError)
+            found, cause = error, error.__cause__
         else:
-            import traceback as formatter
-
-            name, kind, phase, exitcode = type(error).__name__, "exception", None, None
-            traceback = "".join(formatter.format_exception(error))
-            is_output_error = isinstance(error, EnvironmentOutputError)
-        kind = "observation" if is_output_error else kind
+            found, cause = WorkerError("", kind="exception", traceback="".join(format_exception(error))), error
+        name = _raised_class(found.traceback) if cause is None else type(cause).__name__
+        kind = "observation" if isinstance(cause, EnvironmentOutputError) else found.kind
         summary = (str(error) or name).splitlines()[0].rstrip(":")
-        return cls(
-            kind, summary, phase, exitcode, traceback, name if kind in ("exception", "observation", "exit") else ""
-        )
+        exception = name if kind in ("exception", "observation", "exit") else ""
+        return cls(kind, summary, found.phase, found.exitcode, found.traceback, exception)
 
 
 def _raised_class(traceback: str) -> str:
@@ -141,11 +136,7 @@ class Capsule:
 
 
 def record_crash(recorder: bool | str | os.PathLike[str], **contents: Any) -> str:
-    """Write a capsule, and return a sentence with the command that repeats the failure.
-
-    :param recorder: folder of the capsules; True for the working directory
-    :param contents: arguments of :func:`write_capsule`
-    """
+    """Write a capsule with these contents, and return a sentence with the command that repeats the failure."""
     folder = CRASH_FOLDER if isinstance(recorder, bool) else recorder
     try:
         return f"The episode is recorded. To repeat the failure, run: rl-ext replay {write_capsule(folder, **contents)}"
@@ -165,9 +156,8 @@ def record_exception(
     """Write a capsule of an exception in this process, and add the command that repeats it as a note.
 
     Python 3.10 has no notes, so the command is logged there. The first three arguments are those that
-    :class:`~rl_ext_core.recording.EpisodeRecorder` passes to ``on_failure``, the others those of :func:`write_capsule`.
+    :class:`~rl_ext_core.recording.EpisodeRecorder` passes to ``on_failure``.
 
-    :param recorder: folder of the capsules; True for the working directory
     :param build_factories: returns the factories of all environments, or raises if they cannot be copied
     """
     try:
@@ -191,15 +181,11 @@ def write_capsule(
     environment: int,
     step_timeout: float | None = None,
 ) -> Path:
-    """Write a capsule ``crash-<time>-<number>.rlx``.
+    """Write a capsule ``crash-<time>-<number>.rlx``, and return its path.
 
     :param folder: folder of the capsules, which is created if necessary
     :param factory: :class:`~rl_ext_core.factory.EnvFactory` that built the environment; None if there is none
-    :param log: log of its episode
-    :param failure: the failure
-    :param environment: number of the environment
     :param step_timeout: time limit of a step in seconds; default: none
-    :return: path of the file
     :raises StorageError: If the folder already contains :data:`MAX_CAPSULES`, or cannot be written.
     :raises InvalidArgumentError: If the log contains other objects than plain values and arrays.
     """
@@ -254,10 +240,7 @@ def write_capsule(
 
 
 def current_versions(modules: Any = ()) -> dict[str, str]:
-    """Return the versions of Python, of the platform, and of packages that are loaded.
-
-    :param modules: names of further modules
-    """
+    """Return the versions of Python, of the platform, and of packages that are loaded."""
     names = {name.partition(".")[0] for name in (*_PACKAGES, *modules)} & sys.modules.keys()
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name in sorted(names - versions.keys()):

@@ -127,12 +127,7 @@ class LogMemory:
         self.cells[_END] = 0
 
     def start(self, snapshot: Snapshot, settings: list[tuple[str, Any]], arguments: dict[str, Any]) -> None:
-        """Begin a new log with a reset.
-
-        :param snapshot: generators of the environment
-        :param settings: calls that have set attributes
-        :param arguments: arguments of the reset
-        """
+        """Begin a new log with a reset, from the generators, the calls that have set attributes, and its arguments."""
         cells = self.cells
         cells[_END] = 0  # until the log is complete
         self._results[: cells[CALLS] % _FAILED + 1] = 0
@@ -167,10 +162,7 @@ class LogMemory:
         cells[CALLS] = index + 1
 
     def end(self, observation: Any = None, reward: Any = 0.0, flags: int = 0) -> None:
-        """Record what the last call has returned.
-
-        :param flags: sum of ``TERMINATED``, ``TRUNCATED``, and ``NOT_CHECKED`` if it is not known
-        """
+        """Record what the last call has returned, with flags other than ``RETURNED``."""
         index = self.cells[CALLS] - 1
         if not self.is_started or index >= self.limit:
             return

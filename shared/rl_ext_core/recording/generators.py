@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import sys
 from collections.abc import Iterator
@@ -49,10 +50,7 @@ def layers_of(env: Any) -> list[Any]:
 
 
 def global_states(environment: Any = None) -> tuple[Any, ...]:
-    """Return the states of the global generators of Python, NumPy and torch; None for torch if it is not imported.
-
-    :param environment: not used; an environment in whose worker this is called
-    """
+    """Return the states of the global generators of Python, NumPy and torch, if it is imported."""
     torch = sys.modules.get("torch")
     return random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()
 
@@ -73,8 +71,6 @@ class Generators:
 
     def __init__(self, layers: list[Any]) -> None:
         self._layers = layers
-        # Name of each generator, object that has it, and attribute.
-        self._places: list[tuple[tuple[int, str], Any, str]] | None = None
         # Owner, attribute and generator of each place, and views of the generators' memory; None if it is not copied.
         self._mapped: list[tuple[Any, str, Any]] | None = None
         self._views: list[Any] | None = None
@@ -84,14 +80,12 @@ class Generators:
 
     def states(self) -> dict[tuple[int, str], Any]:
         """Return the state of each generator, as plain data, by the number of the layer and the attribute."""
-        if self._places is None:
-            self._find_places()
-            assert self._places is not None
         states = {}
         for place, owner, name in self._places:
             generator = getattr(owner, name, None)
             if generator is None and name == "_np_random" and isinstance(owner, gymnasium.Env):
-                generator = _create_generator(owner)
+                created = getattr(owner, "np_random", None)  # otherwise the reset creates it from random numbers
+                generator = created if isinstance(created, np.random.Generator) else None
             if type(generator) is np.random.Generator:  # the usual case
                 states[place] = generator.bit_generator.state
             elif generator is not None:
@@ -101,9 +95,9 @@ class Generators:
         return states
 
     def snapshot(self) -> Snapshot:
-        """Return the states in a form that takes less time, for :func:`read_snapshot`.
+        """Return the states for :func:`read_snapshot`, in a tenth of the time.
 
-        The memory of NumPy's usual generators is copied. Reading their state takes ten times as long.
+        The memory of NumPy's usual generators is copied.
         """
         if self._mapped is None:
             self._map_memory()
@@ -119,7 +113,7 @@ class Generators:
         self._mapped, self._views = [], None
         if not all(type(state) is dict and state.get("bit_generator") == "PCG64" for state in states.values()):
             return
-        mapped = [(owner, name, getattr(owner, name, None)) for _, owner, name in self._places or ()]
+        mapped = [(owner, name, getattr(owner, name, None)) for _, owner, name in self._places]
         views = [view for _, _, generator in mapped if generator is not None for view in _views_of(generator)]
         if read_snapshot((tuple(states), b"".join(views))) == states:
             self._mapped, self._views, self._mapped_places = mapped, views, tuple(states)
@@ -131,10 +125,11 @@ class Generators:
         """
         return not self._life_layers or all(layer.was_real_done for layer in self._life_layers)
 
-    def _find_places(self) -> None:
-        """Find the attributes that contain generators or spaces, or will contain a generator."""
+    @functools.cached_property
+    def _places(self) -> list[tuple[tuple[int, str], Any, str]]:
+        """Name, owner and attribute of each generator, also of those that are created later."""
         found: set[int] = set()
-        self._places = []
+        places: list[tuple[tuple[int, str], Any, str]] = []
         for number, layer in reversed(list(enumerate(self._layers))):  # a wrapper may return attributes of inner layers
             for name in _NAMES:
                 if name == "np_random" and isinstance(layer, gymnasium.Env):
@@ -143,12 +138,13 @@ class Generators:
                     continue  # the attribute of the innermost environment
                 value = getattr(layer, name, None)
                 if isinstance(value, gymnasium.Space) and id(value) not in found:
-                    self._places += [((number, place), space, "_np_random") for place, space in _spaces_in(value, name)]
+                    places += [((number, place), space, "_np_random") for place, space in _spaces_in(value, name)]
                 elif (value is None and name == "_np_random") or (
                     id(value) not in found and (isinstance(value, _GENERATORS) or _is_statistics(value))
                 ):
-                    self._places.append(((number, name), layer, name))
+                    places.append(((number, name), layer, name))
                 found.add(id(value))
+        return places
 
     def restore(self, states: dict[tuple[int, str], Any]) -> None:
         """Set the generators to states of an environment that was built in the same way."""
@@ -169,12 +165,6 @@ class Generators:
                 owner._np_random = restore_generator(owner._np_random, state)
             else:
                 setattr(layer, attribute, restore_generator(owner, state))
-
-
-def _create_generator(env: Any) -> Any:
-    """Create the generator of an environment, which its reset would create from the system's random numbers."""
-    generator = getattr(env, "np_random", None)
-    return generator if isinstance(generator, np.random.Generator) else None
 
 
 def read_snapshot(snapshot: Snapshot) -> dict[tuple[int, str], Any]:

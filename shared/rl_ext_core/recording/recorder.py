@@ -31,10 +31,7 @@ __all__ = ["RECORDED_CALLS", "EpisodeRecorder"]
 
 
 def _call_or_get(env: Any, data: Any) -> Any:
-    """Call a method of an environment, or return an attribute.
-
-    :param data: name, which may have dots, arguments and keyword arguments
-    """
+    """Call a method of an environment, or return an attribute; its name may have dots."""
     name, args, kwargs = data
     first, *rest = name.split(".")
     found = functools.reduce(getattr, rest, env.get_wrapper_attr(first))
@@ -199,11 +196,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._on_failure(error, method, log)
 
     def make_recorded_call(self, name: str, data: Any) -> Any:
-        """Record a call, make it, and return its result.
-
-        :param name: one of :data:`RECORDED_CALLS`
-        :param data: data of the call, as in :data:`RECORDED_CALLS`
-        """
+        """Record a call of :data:`RECORDED_CALLS`, make it, and return its result."""
         if name in _SETTERS:
             self._settings.pop((name, data[0]), None)
             self._settings[name, data[0]] = name, copy_output(data)  # the caller may change the data later
@@ -224,10 +217,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._log.end(flags=NOT_CHECKED)
 
     def episode_log(self) -> EpisodeLog | None:
-        """Return the log of the current episode.
-
-        :return: the log; None before the first reset, and for an episode of more than ``MAX_STEPS`` steps
-        """
+        """Return the log of the current episode; None before the first reset, or if it is too long."""
         return self._log.read()
 
     def restore_beginning(self, log: EpisodeLog) -> None:
@@ -257,11 +247,9 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             yield observation, info, expected not in (None, self._log.last_checksum())
 
     def repeat(self, log: EpisodeLog) -> Repetition:
-        """Reset the environment to the beginning of a recorded episode, and repeat its calls.
+        """Repeat a log whose last call has returned.
 
         The environment must have been built like the recorded one, and not been used.
-
-        :param log: a log whose last call has returned
         """
         self.restore_beginning(log)
         observation, first_difference, steps = None, None, 0
