@@ -11,7 +11,6 @@ import dataclasses
 import io
 import mmap
 import pickle
-import re
 import zlib
 from typing import Any
 
@@ -37,7 +36,6 @@ RETURNED, TERMINATED, TRUNCATED, NOT_CHECKED = (1 << bit for bit in range(32, 36
 # Arrays up to this size are checked completely. Of larger ones, these bytes are, because each word that is read takes
 # about as long as a cache miss.
 MAX_CHECKED_BYTES, _SAMPLED_BYTES = 8192, 2048
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +104,8 @@ class LogMemory:
         self.cells = self.memory[:_HEADER].cast("Q")
         # Writing an item of a memoryview takes a third of the time of an array's.
         self._results: Any = entries["result"]
-        self.rewards, self.results = memoryview(entries["reward"]), memoryview(self._results)
+        self.results = memoryview(self._results)
+        self.rewards: Any = memoryview(entries["reward"])
         self.actions: Any = None
         self.action_type: Any = None  # type of the actions in the entries
         if has_column:
@@ -169,8 +168,12 @@ class LogMemory:
         try:
             self.rewards[index] = reward
         except Exception:  # a reward that is not a number
-            self.rewards[index] = observation_checksum(reward)
-        self.results[index] = RETURNED + flags + (0 if observation is None else observation_checksum(observation))
+            self.rewards[index], observation = 0.0, (observation, reward)
+        try:
+            checksum = 0 if observation is None else observation_checksum(observation)
+        except Exception:  # objects of the user, and tensors that NumPy cannot represent, such as bfloat16
+            checksum = NOT_CHECKED
+        self.results[index] = RETURNED | flags | checksum
 
     def end_by_failure(self) -> None:
         """Record that the last call has raised an exception, after which the log ends."""
@@ -231,7 +234,7 @@ def pickle_value(value: Any) -> bytes:
 
 
 def observation_checksum(observation: Any) -> int:
-    """Return a checksum of an observation: an array, a tensor, an object, or nested dicts and tuples of them.
+    """Return a checksum of an observation: an array, a tensor, or nested dicts and tuples of them.
 
     Of a large array, evenly spaced words are read, because the checksum of all takes as long as a step of Atari.
     """
@@ -246,21 +249,9 @@ def observation_checksum(observation: Any) -> int:
     if isinstance(observation, (dict, tuple, list)):
         parts = observation.items() if isinstance(observation, dict) else enumerate(observation)
         return zlib.crc32(repr([(key, observation_checksum(part)) for key, part in parts]).encode())
-    try:
-        if callable(detach := getattr(observation, "detach", None)):  # a tensor of torch
-            observation = detach().cpu()
-        array = np.asarray(observation)
-    except Exception:  # tensors that NumPy cannot represent, such as bfloat16, and the code of the user's classes
-        return _text_checksum(observation)
+    if callable(detach := getattr(observation, "detach", None)):  # a tensor of torch
+        observation = detach().cpu()
+    array = np.asarray(observation)
     if array.dtype.hasobject:
-        return observation_checksum(array.tolist()) if array.ndim else _text_checksum(observation)
+        raise TypeError(f"an array of {type(observation).__name__} cannot be compared in another process")
     return observation_checksum(array)
-
-
-def _text_checksum(value: Any) -> int:
-    """Return a checksum of an object's text, without memory addresses, which differ in each process."""
-    try:
-        text = repr(value)
-    except Exception:  # code of the user
-        text = type(value).__qualname__
-    return zlib.crc32(_ADDRESS.sub("", text).encode(errors="backslashreplace"))

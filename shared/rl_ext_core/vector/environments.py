@@ -24,7 +24,6 @@ from rl_ext_core.factory.factory import convert
 from rl_ext_core.recording.layers import layer_states, restore_layers
 from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.resources import check_folder
-from rl_ext_core.vector.memory_layout import MemoryLayout
 from rl_ext_core.vector.spaces import device_of, find_attribute
 from rl_ext_core.vector.stepper import STEP_RESULT, check_result_length
 
@@ -131,21 +130,14 @@ class Caller:
 class PoolOptions:
     """Options of a worker pool. They are checked before a process is started.
 
-    :ivar start_method: ``"forkserver"``, ``"spawn"`` or ``"fork"``; default: forkserver on Linux, else spawn
-    :ivar n_workers: number of worker processes; default: one per environment
-    :ivar start_timeout: seconds until all environments must be built; default: no limit
-    :ivar step_timeout: seconds until a step, reset or call must be answered; default: no limit
-    :ivar close_timeout: seconds until workers must have closed their environments; default: no limit
-    :ivar restart: ``"truncate"`` replaces failed workers; default None raises their failure
-    :ivar max_restarts: number of replacements after which a failure is raised
-    :ivar recorder: folder for records of crashes; True, the default, for the working directory; False records no
-        episodes
+    Options that are not listed here are those of :class:`~rl_ext_core.vector.SharedMemoryVectorEnv`.
+
+    :ivar cwd: ``"own"`` for an empty working directory per worker, or a folder that each worker gets a copy of;
+        default: the working directory of this process
     :ivar caller: names in messages
     :ivar spaces: expected observation space and action space; default: those of the first environment
     :ivar worker_seeds: seed of each worker, for errors; default: the seed of its last reset
     :ivar initializer: function that each worker calls first; default: none
-    :ivar cwd: ``"own"`` for an empty working directory per worker, or a folder that each worker gets a copy of;
-        default: the working directory of this process
     """
 
     start_method: str | None = None
@@ -243,18 +235,12 @@ def is_plain(environment: Any) -> bool:
 
     Environments with a ``torch.device`` take and return tensors.
     """
-    if (
-        not isinstance(environment, gymnasium.Env)
-        or find_attribute(environment, "num_envs")
-        or device_of(environment) is not None
-        or not all(map(_has_spec_of_batch, (environment.observation_space, environment.action_space)))
-    ):
-        return False
-    try:
-        MemoryLayout.from_spaces(1, environment.observation_space, environment.action_space)
-    except InvalidArgumentError:
-        return False
-    return True
+    return (
+        isinstance(environment, gymnasium.Env)
+        and not find_attribute(environment, "num_envs")
+        and device_of(environment) is None
+        and all(map(_has_spec_of_batch, (environment.observation_space, environment.action_space)))
+    )
 
 
 def _has_spec_of_batch(space: Any) -> bool:

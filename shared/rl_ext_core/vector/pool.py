@@ -101,10 +101,7 @@ class Pool:
     :ivar seeds: seeds of the last reset of each environment
     :ivar spaces: observation space and action space
     :ivar layout: layout of the shared arrays
-    :ivar options, autoreset: as given
-    :ivar factories: factory of each environment
-    :ivar memory: memory of the shared arrays
-    :ivar log_memory: memory of the episode logs; None if no episodes are recorded
+    :ivar memory, log_memory: memory of the shared arrays, and of the episode logs; None if no episodes are recorded
     :ivar spins: whether waits poll before they block
     :ivar has_unread_answers: whether workers may still send answers
     :ivar arrays: shared arrays by name: the last observations, rewards and flags, and the next actions

@@ -24,10 +24,7 @@ ActorAnswer = tuple[bytes, dict[str, Any]]
 
 
 class ActorFailure(Exception):  # noqa: N818 - the driver turns it into a WorkerError
-    """Failure of an environment, which the actor sends to the driver."""
-
-    def __init__(self, environment: int, phase: int, raised: ExceptionRecord) -> None:
-        super().__init__(environment, phase, raised)
+    """Environment, phase and exception record of a failure, which the actor sends to the driver."""
 
 
 class Actor:

@@ -84,11 +84,8 @@ class Stepper:
         require_synchronous(env)
         require_time_limits_per_env(env)
         self.env, self.num_envs = env, cast(int, num_envs_of(env))
-        self._base, self._rules, self._missing_final_obs = (
-            getattr(env, "unwrapped", env),
-            get_library_rules(env),
-            missing_final_obs,
-        )
+        self._base, self._rules = getattr(env, "unwrapped", env), get_library_rules(env)
+        self._missing_final_obs = missing_final_obs
         self._mode = find_autoreset_mode(env, autoreset_mode, uses_torch=uses_torch)
         self._reset_rows: PartialReset | None = None
         if self._mode in (Autoreset.NEXT_STEP, Autoreset.DISABLED):
@@ -292,19 +289,15 @@ def infos_to_dict(infos: Any) -> Any:
     collected: dict[str, Any] = {}
     for key in dict.fromkeys(key for part in parts for key in part):
         values = [part.get(key) for part in parts]
-        collected[key] = (
-            infos_to_dict(values) if any(isinstance(value, dict) for value in values) else object_array(values)
-        )
+        is_nested = any(isinstance(value, dict) for value in values)
+        collected[key] = infos_to_dict(values) if is_nested else object_array(values)
         collected[f"_{key}"] = np.array([key in part for part in parts])
     return collected
 
 
 def object_array(values: list[Any]) -> Array:
     """Return an ``(len(values),)`` array with dtype object."""
-    array = np.empty(len(values), object)
-    for place, value in enumerate(values):
-        array[place] = value
-    return array
+    return np.fromiter(values, object, len(values))
 
 
 def _find_entry(info: Any, *names: str) -> Any:
