@@ -43,8 +43,6 @@ if sys.platform == "win32":
 else:
     from multiprocessing import forkserver, popen_fork, popen_forkserver, popen_spawn_posix
 
-__all__ = ["Worker", "WorkerContext", "get_context", "kill_workers"]
-
 _log = logging.getLogger("rl_ext_core.processes")
 
 # multiprocessing's exit code for a process whose fork server has died. Here it stands for every unknown exit code.

@@ -12,8 +12,6 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["create_process_group", "kill_descendants", "kill_group", "kill_process_trees"]
-
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 # Number of listings, because a process may fork while the processes are listed.
 _ROUNDS = 3

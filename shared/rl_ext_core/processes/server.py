@@ -28,17 +28,6 @@ from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core._system import after_fork, set_variables
 from rl_ext_core.processes.process_groups import create_process_group
 
-__all__ = [
-    "GROUP_SIGNALS",
-    "UnusableError",
-    "block_signals",
-    "import_modules",
-    "prepare",
-    "reset_signals",
-    "start_process",
-    "stop_server",
-]
-
 _SERVER_GONE = (ChildProcessError, ConnectionError, EOFError, FileNotFoundError)
 _POLL_S = 0.05
 _UNHANDLED = {getattr(signal, f"SIG{name}", None) for name in ("KILL", "STOP")}

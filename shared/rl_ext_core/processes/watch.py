@@ -25,8 +25,6 @@ from rl_ext_core.processes.process_groups import kill_group
 from rl_ext_core.processes.report import END_REQUESTED, NEEDS_CLOSE, RAISED, Progress
 from rl_ext_core.processes.worker import CLOSE_S, END_SIGNAL
 
-__all__ = ["Watch"]
-
 _log = logging.getLogger("rl_ext_core.processes")
 
 # Maximum wait for the failure, once the main thread has seen a closed pipe or a report. Exit callbacks of workers take

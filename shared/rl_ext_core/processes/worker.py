@@ -22,15 +22,6 @@ from rl_ext_core.processes.process_groups import create_process_group, kill_desc
 from rl_ext_core.processes.report import END_REQUESTED, NEEDS_CLOSE, PROGRESS, Progress, WorkerReport
 from rl_ext_core.processes.server import reset_signals
 
-__all__ = [
-    "CLOSE_S",
-    "END_SIGNAL",
-    "WorkerStart",
-    "finish_worker",
-    "import_main",
-    "on_abnormal_exit",
-]
-
 # Time limit in seconds of all exit callbacks together.
 CLOSE_S = 3.0
 # Time limit of the exit handlers and of the wait for threads, after the callbacks.

@@ -30,8 +30,6 @@ import numpy as np
 
 from rl_ext_core.recording.generators import restore_generator, state_of_generator
 
-__all__ = ["Digests", "Value", "differing", "digests_of", "read_attributes", "read_values", "write_values"]
-
 _MAX_BYTES = 1 << 24  # of an array or tensor that is copied
 _MAX_PARTS = 20_000  # of a value that is copied, and of an object whose parts are read
 _LIBRARIES = {*sys.stdlib_module_names, "rich", "tqdm"}

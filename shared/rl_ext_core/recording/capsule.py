@@ -23,26 +23,8 @@ from typing import Any
 import numpy as np
 
 from rl_ext_core import _pickle
-from rl_ext_core.errors import (
-    CorruptFileError,
-    EnvironmentOutputError,
-    InvalidArgumentError,
-    StorageError,
-    WorkerError,
-)
+from rl_ext_core.errors import CorruptFileError, EnvironmentOutputError, InvalidArgumentError, StorageError, WorkerError
 from rl_ext_core.recording.episode_log import EpisodeLog, pickle_value
-
-__all__ = [
-    "MAX_CAPSULES",
-    "Capsule",
-    "RecordedFailure",
-    "current_versions",
-    "read_capsule",
-    "record_crash",
-    "record_exception",
-    "write_actions",
-    "write_capsule",
-]
 
 _log = logging.getLogger("rl_ext_core.recording")
 

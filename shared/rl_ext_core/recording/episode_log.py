@@ -19,8 +19,6 @@ import numpy as np
 from rl_ext_core import _pickle
 from rl_ext_core.recording.generators import Snapshot, read_snapshot
 
-__all__ = ["LOG_BYTES", "MAX_STEPS", "EpisodeLog", "LogMemory", "Repetition", "observation_checksum", "pickle_value"]
-
 # Memory for the log of an environment. Untouched pages take no memory.
 LOG_BYTES = 16 << 20
 # Longer episodes are not recorded.

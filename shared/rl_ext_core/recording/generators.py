@@ -12,16 +12,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-__all__ = [
-    "Generators",
-    "Snapshot",
-    "global_states",
-    "layers_of",
-    "read_snapshot",
-    "restore_generator",
-    "restore_global_states",
-]
-
 # The emulator of Atari has a generator of its own, for sticky actions, which only its whole state includes.
 _EMULATOR = "ale"
 _MAX_STATISTICS_BYTES = 4096  # larger ones would take a noticeable part of a reset

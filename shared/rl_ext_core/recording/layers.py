@@ -29,18 +29,6 @@ from rl_ext_core.recording.attributes import (
 )
 from rl_ext_core.recording.generators import layers_of
 
-__all__ = [
-    "LayerState",
-    "describe_layers",
-    "layer_state",
-    "layer_states",
-    "record_construction",
-    "record_layer",
-    "restore_layer",
-    "restore_layers",
-    "unsaved_attributes",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class LayerState:

@@ -27,8 +27,6 @@ from rl_ext_core.recording.episode_log import (
 from rl_ext_core.recording.generators import Generators, layers_of
 from rl_ext_core.recording.layers import record_construction
 
-__all__ = ["RECORDED_CALLS", "EpisodeRecorder"]
-
 
 def _call_or_get(env: Any, data: Any) -> Any:
     """Call a method of an environment, or return an attribute; its name may have dots."""

@@ -16,18 +16,6 @@ import numpy as np
 
 from rl_ext_core.errors import InvalidTypeError
 
-__all__ = [
-    "framework_of",
-    "keep_freed_memory",
-    "leaves",
-    "map_arrays",
-    "stack_arrays",
-    "take_rows",
-    "to_framework",
-    "to_numpy",
-    "to_torch",
-]
-
 Array = np.ndarray[Any, Any]
 
 _FRAMEWORKS: dict[type, str] = {}  # cache, by array type

@@ -20,17 +20,6 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.array_frameworks import map_arrays
 from rl_ext_core.vector.spaces import find_attribute
 
-__all__ = [
-    "Autoreset",
-    "PartialReset",
-    "accepts_parameter",
-    "find_autoreset_mode",
-    "get_library_rules",
-    "require_synchronous",
-    "require_time_limits_per_env",
-    "wrapper_chain",
-]
-
 # Function of an (n,) boolean NumPy mask and the keyword arguments of reset. It returns observation and info of all rows
 # or of the masked rows.
 PartialReset = Callable[..., Any]

@@ -28,19 +28,6 @@ from rl_ext_core.errors import StorageError
 if TYPE_CHECKING:
     from rl_ext_core.processes import Watch
 
-__all__ = [
-    "Cell",
-    "SharedMemory",
-    "SpinWaiter",
-    "WorkerChannel",
-    "WorkerHandle",
-    "new_cells",
-    "pack",
-    "pack_by_value",
-    "should_spin",
-    "unpack",
-]
-
 _CACHED_BYTES = 1 << 20  # message files up to this size stay allocated until the next message
 _LINE = 64  # bytes of a cache line. Each worker's cells begin a new one
 

@@ -27,29 +27,6 @@ from rl_ext_core.resources import check_folder
 from rl_ext_core.vector.spaces import device_of, find_attribute
 from rl_ext_core.vector.stepper import STEP_RESULT, check_result_length
 
-__all__ = [
-    "CALLS",
-    "Caller",
-    "EpisodeMonitor",
-    "FrameSkip",
-    "PoolOptions",
-    "adapt_unless_plain",
-    "check_count",
-    "check_env_fns",
-    "check_seconds",
-    "is_plain",
-    "limit_threads",
-    "make",
-    "make_factories",
-    "qualified_name",
-    "read_unless_plain",
-    "seed_action_space",
-    "seed_torch",
-    "store_reward",
-    "wrap_in_monitor",
-]
-
-
 # -- arguments of vectorized environments
 
 

@@ -11,19 +11,6 @@ from gymnasium import spaces
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 
-__all__ = [
-    "CONVERTED",
-    "ENDED",
-    "MAX_EXACT",
-    "OTHER_REWARD",
-    "REWARD_KINDS",
-    "SKIPPED",
-    "TERMINATED",
-    "TRUNCATED",
-    "MemoryLayout",
-    "ObservationSlot",
-]
-
 _LINE = 64  # bytes of a cache line. Each array begins a new one
 # Types of rewards that float64 represents exactly. SB3's SubprocVecEnv returns rewards in their own type.
 REWARD_KINDS: dict[type, int] = {float: 0, np.float64: 0, np.float32: 1, int: 2, np.int64: 2, bool: 3, np.bool_: 3}

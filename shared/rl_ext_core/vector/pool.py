@@ -18,13 +18,7 @@ import numpy as np
 
 from rl_ext_core import processes, resources
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core.errors import (
-    EnvironmentOutputError,
-    InvalidArgumentError,
-    NotCopyableError,
-    StorageError,
-    WorkerError,
-)
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, NotCopyableError, StorageError, WorkerError
 from rl_ext_core.factory.compare import WORKER_MODULES
 from rl_ext_core.processes.failures import Failure, describe_exception, require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
@@ -39,8 +33,6 @@ from rl_ext_core.vector.environments import PoolOptions, check_env_fns, make_fac
 from rl_ext_core.vector.memory_layout import CONVERTED, SKIPPED, MemoryLayout
 from rl_ext_core.vector.restarts import Restarts
 from rl_ext_core.vector.worker import IDLE_FRAMES, PHASES, REPEAT_EPISODE, StepEntry, map_log, run_worker
-
-__all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings", "launch_processes"]
 
 # Time limit of close() for a step whose result was not read, as after Ctrl-C. The step may never end.
 UNFINISHED_SECONDS = 5.0

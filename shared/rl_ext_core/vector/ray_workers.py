@@ -15,8 +15,6 @@ from rl_ext_core.vector.channel import Cell, WorkerHandle
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.worker import PHASES, WorkerEnvironments
 
-__all__ = ["ActorHandle", "launch_actors"]
-
 _PHASE_OF_COMMAND = {"build": "constructor", "map": "start"}
 
 # A pickled message, or an empty one, and the rows that were written to each array.

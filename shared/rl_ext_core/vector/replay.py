@@ -29,8 +29,6 @@ from rl_ext_core.vector.environments import Caller, PoolOptions
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.worker import require_dict
 
-__all__ = ["ReplayResult", "play"]
-
 _STEP_TIMEOUT, _START_TIMEOUT = 60.0, 600.0
 
 

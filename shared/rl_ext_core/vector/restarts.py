@@ -17,8 +17,6 @@ from rl_ext_core.vector.channel import WorkerHandle
 from rl_ext_core.vector.memory_layout import TRUNCATED
 from rl_ext_core.vector.worker import StepEntry
 
-__all__ = ["Restarts"]
-
 _log = logging.getLogger("rl_ext_core.vector")
 
 # Calls that may change an environment, with their names in messages.

@@ -24,20 +24,6 @@ from rl_ext_core.vector.autoreset import (
 )
 from rl_ext_core.vector.spaces import find_attribute
 
-__all__ = [
-    "RESET_RESULT",
-    "STATISTICS",
-    "STEP_RESULT",
-    "Stepper",
-    "check_result_length",
-    "drop_final_keys",
-    "infos_to_dict",
-    "is_mask",
-    "is_per_env",
-    "num_envs_of",
-    "object_array",
-]
-
 Array = np.ndarray[Any, Any]
 
 # Name of a method of environments, and the values that it returns.

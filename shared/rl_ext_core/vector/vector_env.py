@@ -20,8 +20,6 @@ from rl_ext_core.vector.environments import PoolOptions, store_reward
 from rl_ext_core.vector.memory_layout import OTHER_REWARD, TERMINATED, TRUNCATED
 from rl_ext_core.vector.pool import Pool
 
-__all__ = ["SharedMemoryVectorEnv"]
-
 _INTERRUPTED = "interrupted step"  # pending call after Ctrl-C in step()
 
 

@@ -32,15 +32,6 @@ from rl_ext_core.vector.memory_layout import (
 )
 from rl_ext_core.vector.stepper import RESET_RESULT, STEP_RESULT, check_result_length
 
-__all__ = [
-    "IDLE_FRAMES",
-    "PHASES",
-    "WorkerEnvironments",
-    "map_log",
-    "require_dict",
-    "run_worker",
-]
-
 REPEAT_EPISODE = "repeat_episode"
 PHASES = ("start", "idle", "constructor", "reset", "step", "close", *CALLS, REPEAT_EPISODE)
 _IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
