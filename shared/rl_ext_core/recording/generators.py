@@ -12,8 +12,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-# The emulator of Atari has a generator of its own, for sticky actions, which only its whole state includes.
-_EMULATOR = "ale"
 _MAX_STATISTICS_BYTES = 4096  # larger ones would take a noticeable part of a reset
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 # Attributes in which environments store generators and spaces. Reading vars(layer) instead would slow down each later
@@ -21,6 +19,7 @@ _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 _NAMES = (
     *("_np_random", "np_random", "rng", "_rng", "np_rng", "prng", "random", "_random", "random_state", "_random_state"),
     *("random_generator", "_random_generator", "generator", "_generator"),
+    "ale",
     *("_action_space", "_observation_space", "action_space", "observation_space", "_obs_space"),
     # Not generators: the statistics of NormalizeObservation and NormalizeReward, which results depend on, too.
     *("obs_rms", "return_rms", "discounted_reward"),
@@ -65,7 +64,6 @@ class Generators:
         self._mapped: list[tuple[Any, str, Any]] | None = None
         self._views: list[Any] | None = None
         self._mapped_places: tuple[tuple[int, str], ...] = ()
-        self._emulators = [number for number, layer in enumerate(layers) if _is_atari(layer)]
         self._life_layers = [layer for layer in layers if hasattr(layer, "was_real_done")]
 
     def states(self) -> dict[tuple[int, str], Any]:
@@ -80,8 +78,6 @@ class Generators:
                 states[place] = generator.bit_generator.state
             elif generator is not None:
                 states[place] = state_of_generator(generator)
-        for number in self._emulators:
-            states[number, _EMULATOR] = self._layers[number].ale.cloneState(include_rng=True).__getstate__()
         return states
 
     def snapshot(self) -> Snapshot:
@@ -130,7 +126,8 @@ class Generators:
                 if isinstance(value, gymnasium.Space) and id(value) not in found:
                     places += [((number, place), space, "_np_random") for place, space in _spaces_in(value, name)]
                 elif (value is None and name == "_np_random") or (
-                    id(value) not in found and (isinstance(value, _GENERATORS) or _is_statistics(value))
+                    id(value) not in found
+                    and (isinstance(value, _GENERATORS) or _is_statistics(value) or _is_emulator(value))
                 ):
                     places.append(((number, name), layer, name))
                 found.add(id(value))
@@ -140,12 +137,6 @@ class Generators:
         """Set the generators to states of an environment that was built in the same way."""
         for (number, name), state in states.items():
             layer = self._layers[number]
-            if name == _EMULATOR and _is_atari(layer):
-                kind: Any = type(layer.ale.cloneState())
-                emulator_state = kind.__new__(kind)
-                emulator_state.__setstate__(state)
-                layer.ale.restoreState(emulator_state)
-                continue
             attribute, *path = name.split("/")
             owner: Any = getattr(layer, attribute, None)
             if isinstance(owner, gymnasium.Space):
@@ -189,12 +180,13 @@ def _views_of(generator: np.random.Generator) -> tuple[Any, Any]:
     return (ctypes.c_char * 32).from_address(numbers), (ctypes.c_char * 8).from_address(rest)
 
 
-def _is_atari(layer: Any) -> bool:
-    return type(layer).__module__ == "ale_py.env"
-
-
 def _is_statistics(value: Any) -> bool:
     return type(value).__name__ == "RunningMeanStd" or type(value) is np.ndarray
+
+
+def _is_emulator(value: Any) -> bool:
+    """Whether this is the emulator of Atari, whose generator for sticky actions only its whole state includes."""
+    return type(value).__module__.startswith("ale_py.") and hasattr(value, "cloneState")
 
 
 def state_of_generator(generator: Any) -> Any:
@@ -206,6 +198,8 @@ def state_of_generator(generator: Any) -> Any:
         return {"mean": mean, "var": var, "count": generator.count} if mean.nbytes <= _MAX_STATISTICS_BYTES else None
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
+    if _is_emulator(generator):
+        return generator.cloneState(include_rng=True).__getstate__()
     if isinstance(generator, random.SystemRandom):
         return None
     return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else generator.getstate()
@@ -215,7 +209,12 @@ def restore_generator(generator: Any, state: Any) -> Any:
     """Return a generator with a state: the present one if its kind fits, else a new one."""
     if state is None:
         return generator
-    if isinstance(state, np.ndarray):
+    if _is_emulator(generator):
+        kind: Any = type(generator.cloneState())
+        saved = kind.__new__(kind)
+        saved.__setstate__(state)
+        generator.restoreState(saved)
+    elif isinstance(state, np.ndarray):
         generator = state.copy()
     elif isinstance(state, tuple):
         generator = generator if isinstance(generator, random.Random) else random.Random()

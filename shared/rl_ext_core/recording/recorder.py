@@ -225,14 +225,16 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             RECORDED_CALLS[name](self.env, data)
         self._generators.restore(log.generators)
 
-    def repeat_calls(self, log: EpisodeLog) -> Iterator[tuple[Any, Any, bool]]:
+    def repeat_calls(self, log: EpisodeLog) -> Iterator[tuple[Any, Any, int | None]]:
         """Make all calls of a log, also one that did not return, after :meth:`restore_beginning`.
 
-        :return: after each call, the last observation and info, and whether the call has returned something else
+        :return: after each call, the last observation and info, and the first step that has differed so far
         """
         observation: Any = None
         info: Any = {}
+        steps, first_difference = 0, None
         for number, (name, data) in enumerate(log.calls):
+            steps += name == "step"
             if name in ("reset", "step"):
                 observation, *_, info = self.reset(**data) if name == "reset" else self.step(data)
             else:
@@ -242,7 +244,9 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
                     if log.is_interrupted and number == len(log.calls) - 1:
                         raise  # other calls have raised in the recorded episode, too
             expected = log.checksums[number] if number < len(log.checksums) else None
-            yield observation, info, expected not in (None, self._log.last_checksum())
+            if first_difference is None and expected not in (None, self._log.last_checksum()):
+                first_difference = steps
+            yield observation, info, first_difference
 
     def repeat(self, log: EpisodeLog) -> Repetition:
         """Repeat a log whose last call has returned.
@@ -250,10 +254,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         The environment must have been built like the recorded one, and not been used.
         """
         self.restore_beginning(log)
-        observation, first_difference, steps = None, None, 0
-        for (name, _), result in zip(log.calls, self.repeat_calls(log), strict=True):
-            observation, _, differs = result
-            steps += name == "step"
-            if differs and first_difference is None:
-                first_difference = steps
+        observation = first_difference = None
+        for observation, _, first_difference in self.repeat_calls(log):  # noqa: B007 the last ones are returned
+            pass
         return Repetition(observation, first_difference)

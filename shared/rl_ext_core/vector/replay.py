@@ -114,7 +114,7 @@ def _innermost_frame(traceback: str) -> str:
 class _RepeatedEpisode(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Environment whose resets and steps make the next call of a recorded episode.
 
-    Their info contains whether the call returned something else than in the log.
+    Their info contains the first step that has differed from the log.
     """
 
     def __init__(self, recorder: EpisodeRecorder, log: EpisodeLog) -> None:
@@ -122,14 +122,14 @@ class _RepeatedEpisode(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._calls = recorder.repeat_calls(log)
 
     def reset(self, **_: Any) -> Any:
-        observation, info, differs = next(self._calls)
+        observation, info, first_difference = next(self._calls)
         require_dict(info, "reset")
-        return observation, {"differs": differs}
+        return observation, {"first difference": first_difference}
 
     def step(self, action: Any) -> Any:
-        observation, info, differs = next(self._calls)
+        observation, info, first_difference = next(self._calls)
         require_dict(info, "step")
-        return observation, 0.0, False, False, {"differs": differs}
+        return observation, 0.0, False, False, {"first difference": first_difference}
 
 
 def _build_env(capsule: Capsule, source: str | None, folder: str, created: str) -> _RepeatedEpisode:
@@ -207,7 +207,13 @@ def play(capsule: Capsule, source: str | None = None) -> ReplayResult:
         created = Path(folder, "created")
         created.touch()
         stack.callback(remove_created, created)
-        pool = _start(functools.partial(_build_env, capsule, source, folder, str(created)), options)
+        build = functools.partial(_build_env, capsule, source, folder, str(created))
+        try:
+            pool = Pool([build], options, autoreset=Autoreset.DISABLED)
+        except WorkerError as error:
+            if isinstance(error.__cause__, RlExtError):  # the project's own exceptions are raised unchanged
+                raise error.__cause__ from None
+            raise
         stack.callback(pool.end)
         for number, (name, _) in enumerate(capsule.log.calls):
             steps += name == "step"
@@ -221,16 +227,5 @@ def play(capsule: Capsule, source: str | None = None) -> ReplayResult:
                 failure = dataclasses.replace(RecordedFailure.from_error(error), phase=name)
                 return ReplayResult(failure, steps, first_difference)
             ((_, (info, reset_info, _, _)),) = pool.entries(to_reset=number == 0)
-            if first_difference is None and (reset_info or info)["differs"]:
-                first_difference = steps
+            first_difference = (reset_info or info)["first difference"]
     return ReplayResult(None, steps, first_difference)
-
-
-def _start(build: Any, options: PoolOptions) -> Pool:
-    """Start a worker that builds the environment; raise the project's own exceptions unchanged."""
-    try:
-        return Pool([build], options, autoreset=Autoreset.DISABLED)
-    except WorkerError as error:
-        if isinstance(error.__cause__, RlExtError):
-            raise error.__cause__ from None
-        raise

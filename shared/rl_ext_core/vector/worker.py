@@ -28,7 +28,6 @@ from rl_ext_core.vector.memory_layout import (
     TERMINATED,
     TRUNCATED,
     MemoryLayout,
-    ObservationSlot,
 )
 from rl_ext_core.vector.stepper import RESET_RESULT, STEP_RESULT, check_result_length
 
@@ -162,7 +161,10 @@ class WorkerEnvironments:
         env = self._envs[number]
         try:
             if name == REPEAT_EPISODE:
-                return pack(self._repeat_episode(number, argument))
+                repetition = env.repeat(argument)
+                for slot in self._slots[number]:
+                    slot.write(repetition.observation)
+                return pack(Repetition(None, repetition.first_difference))
             if isinstance(env, EpisodeRecorder):
                 if name in RECORDED_CALLS:
                     return pack(env.make_recorded_call(name, argument))
@@ -171,12 +173,6 @@ class WorkerEnvironments:
         except Exception as error:
             # The environment stays usable, so the caller gets the exception and may continue.
             return pack(ExceptionRecord.from_exception(error))
-
-    def _repeat_episode(self, number: int, log: Any) -> Any:
-        repetition = self._envs[number].repeat(log)
-        for slot in self._slots[number]:
-            slot.write(repetition.observation)
-        return Repetition(None, repetition.first_difference)
 
     def close_open_environments(self) -> None:
         """Close the environments that are still open, ignoring errors, because this process ends."""
@@ -200,13 +196,10 @@ class WorkerEnvironments:
         )
 
     def _map_memory(self, layout: MemoryLayout) -> None:
-        self._layout = layout
         arrays: dict[str, Any] = layout.arrays(self._block(layout.size))
         self.arrays = arrays
         part = slice(self._first, self._first + len(self._envs))
-        self._slots: list[list[ObservationSlot]] = [
-            layout.slots(arrays, index) for index in range(part.start, part.stop)
-        ]
+        self._slots = [layout.slots(arrays, index) for index in range(part.start, part.stop)]
         # Writing an item of a memoryview takes a third of the time of an array's.
         self._rewards = memoryview(arrays["reward"][part])
         self._kinds = memoryview(arrays["reward kind"][part])
