@@ -10,11 +10,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import connection, util
 from multiprocessing.process import BaseProcess
 from textwrap import indent
-from types import TracebackType
+from typing import NamedTuple
 
 from rl_ext_core import _system
 from rl_ext_core._interrupts import defer_signals
@@ -41,6 +42,12 @@ _TICK_S = 0.05
 _PIPE_ERRORS = (EOFError, ConnectionError)
 # The finalizer has to run before multiprocessing joins its children, which would wait for them forever.
 _EXIT_PRIORITY = 100
+
+
+class _Operation(NamedTuple):
+    name: str
+    timeout: float | None
+    deadline: float | None
 
 
 class Watch:
@@ -107,7 +114,8 @@ class Watch:
             self._exit_finalizer.cancel()
             raise
 
-    def operation(self, name: str, timeout: float | None = None) -> _Operation:
+    @contextmanager
+    def operation(self, name: str, timeout: float | None = None) -> Iterator[None]:
         """Return a context manager for a call that waits for workers.
 
         If a worker has failed before, the ``with`` block does not run. If the block raises an Exception and a worker
@@ -119,7 +127,19 @@ class Watch:
         :return: the context manager
         :raises WorkerError: If a worker has failed.
         """
-        return _Operation(self, name, timeout)
+        self._raise_failure()
+        if self._current_operation is not None:
+            yield
+            return
+        try:
+            deadline = None if timeout is None else time.monotonic() + timeout
+            self._current_operation = _Operation(name, timeout, deadline)
+            yield
+        except Exception as error:
+            self._raise_if_failed(error)
+            raise
+        finally:
+            self._current_operation = None
 
     def expect_exit(self) -> None:
         """Expect the workers to end with exit code 0 from now on, which is not a failure."""
@@ -269,39 +289,6 @@ class Watch:
         worker, kind, code, traceback = failure.worker, failure.kind, failure.exitcode, failure.traceback
         error = WorkerError(text, worker=worker, kind=kind, phase=phase, exitcode=code, traceback=traceback)
         raise error from failure.exception
-
-
-class _Operation:
-    """Context manager for a call that waits for workers; raises their failure."""
-
-    __slots__ = ("_watch", "deadline", "name", "timeout")
-
-    def __init__(self, watch: Watch, name: str, timeout: float | None) -> None:
-        self._watch = watch
-        self.name = name
-        self.timeout = timeout
-        self.deadline: float | None = None
-
-    def __enter__(self) -> None:
-        watch = self._watch
-        if watch.failure is not None:
-            watch._raise_failure()
-        if watch._current_operation is None:
-            if self.timeout is not None:
-                self.deadline = time.monotonic() + self.timeout
-            watch._current_operation = self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        watch = self._watch
-        if watch._current_operation is not self:
-            return
-        try:
-            if isinstance(error, Exception):
-                watch._raise_if_failed(error)
-        finally:
-            watch._current_operation = None
 
 
 def _rank(worker: Worker) -> tuple[int, float]:

@@ -201,23 +201,20 @@ def write_capsule(
     with contextlib.suppress(Exception):  # an object in the factory, whose code may raise anything
         code = {} if factory is None else {_FACTORY: _pickle.dumps(factory)}
     entries = {_ABOUT: json.dumps({**about, "executable code": [*code]}, indent=2), _LOG: packed, **code}
-    name = f"crash-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{environment}"
-    temporary = folder / f".{name}.{os.getpid()}.tmp"
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for entry, data in entries.items():
+            archive.writestr(entry, data)
+    name, number = f"crash-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{environment}", 1
+    path = folder / f"{name}.rlx"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-            for entry, data in entries.items():
-                archive.writestr(entry, data)
-        path, count = folder / f"{name}.rlx", 1
         while path.exists():
-            count += 1
-            path = folder / f"{name}-{count}.rlx"
-        os.replace(temporary, path)
+            number += 1
+            path = folder / f"{name}-{number}.rlx"
+        path.write_bytes(file.getvalue())
     except OSError as error:
         raise StorageError(f'{where!r} cannot be written: {error}. Pass another folder: recorder="crashes"') from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
     return path
 
 
@@ -244,23 +241,21 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
         )
     try:
         with zipfile.ZipFile(path) as archive:
-            names = set(archive.namelist())
-            about, packed = json.loads(archive.read(_ABOUT)), archive.read(_LOG)
-            factory_pickle = archive.read(_FACTORY) if _FACTORY in names else None
-        if (found := about.pop("format")) != _FORMAT:
-            raise CorruptFileError(
-                f"{str(path)!r} has format {found}; expected {_FORMAT}. Use the version of rl-ext that wrote it"
-            )
-        del about["executable code"]
-        log = EpisodeLog(*_PlainUnpickler(io.BytesIO(packed)).load())
-        return Capsule(RecordedFailure(**about.pop("failure")), log=log, factory_pickle=factory_pickle, **about)
-    except CorruptFileError:
-        raise
+            entries = {name: archive.read(name) for name in archive.namelist()}
+        about = json.loads(entries[_ABOUT])
+        if (found := about.pop("format")) == _FORMAT:
+            del about["executable code"]
+            log = EpisodeLog(*_PlainUnpickler(io.BytesIO(entries[_LOG])).load())
+            failure = RecordedFailure(**about.pop("failure"))
+            return Capsule(failure, log=log, factory_pickle=entries.get(_FACTORY), **about)
     except Exception as error:  # damaged bytes may raise anything
         raise CorruptFileError(
             f"{str(path)!r} is not a complete capsule ({type(error).__name__}: {error}); expected a file that a "
             "recorder wrote. Copy it again"
         ) from error
+    raise CorruptFileError(
+        f"{str(path)!r} has format {found}; expected {_FORMAT}. Use the version of rl-ext that wrote it"
+    )
 
 
 def write_actions(path: Path, log: EpisodeLog) -> list[str]:

@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -157,9 +157,6 @@ class Pool:
             self.end()
             raise
         self.timings.start_seconds = time.perf_counter() - begin
-
-    def __reduce__(self) -> NoReturn:
-        raise self.copy_error("SharedMemoryVecEnv")
 
     @staticmethod
     def copy_error(owner: str) -> NotCopyableError:
@@ -508,21 +505,21 @@ class Pool:
         :param timeout: time limit in seconds; default: ``close_timeout``
         :raises WorkerError: If an environment fails in ``close``. All workers have ended even then.
         """
-        failures: list[WorkerError] = []
+        failure = None
         if os.getpid() != self._owner:
             return
         limit = self.options.close_timeout if timeout is None else timeout
         try:
             if not self._ended:
                 patience = UNFINISHED_SECONDS if self.has_unread_answers and limit is None else limit
-                failures = self._close_environments(patience, limit)
+                failure = self._close_environments(patience, limit)
         finally:
             self.end()
-        if failures:
-            raise failures[0]
+        if failure is not None:
+            raise failure
 
-    def _close_environments(self, patience: float | None, limit: float | None) -> list[WorkerError]:
-        """Close the environments after waiting ``patience`` seconds for unfinished commands; return the failures."""
+    def _close_environments(self, patience: float | None, limit: float | None) -> WorkerError | None:
+        """Close the environments after waiting ``patience`` seconds for unfinished commands; return a failure."""
         begin = time.monotonic()
         for worker in self.workers:
             if worker.watch is not None:
@@ -535,7 +532,7 @@ class Pool:
                 worker.discard_answer()
                 self.send(worker, "close", None)
         late += _wait_while(closing, lambda worker: worker.is_busy() or worker.is_alive(), begin, limit)
-        failures = [found for worker in self.workers if worker.is_done() and (found := self._close_error(worker))]
+        failures = [self._close_error(worker) for worker in self.workers if worker.is_done()]
         if late:
             number, at = late[0].cells[Cell.ENVIRONMENT], PHASES[late[0].cells[Cell.PHASE]]
             where = "in threads that go on after its close" if at == "idle" else f"in {at}"
@@ -546,7 +543,7 @@ class Pool:
                 f"incomplete. Use {caller.close_argument}=None to wait without a limit, or a larger number",
                 stacklevel=4,
             )
-        return failures
+        return next(filter(None, failures), None)
 
     def _close_error(self, worker: WorkerHandle) -> WorkerError | None:
         """Return an environment's failure in ``close``; None for earlier failures."""
