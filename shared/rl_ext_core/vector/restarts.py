@@ -11,6 +11,7 @@ import numpy as np
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes.report import ExceptionRecord
+from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import WorkerHandle
@@ -18,10 +19,6 @@ from rl_ext_core.vector.memory_layout import TRUNCATED
 from rl_ext_core.vector.worker import StepEntry
 
 _log = logging.getLogger("rl_ext_core.vector")
-
-# Calls that may change an environment, with their names in messages.
-_SETTER_NAMES = {"env_method": "env_method({!r})", "call": "call({!r})"}
-_SETTER_NAMES |= dict.fromkeys(("set_attr", "set_wrapper_attr"), "set_attr({!r})")
 
 
 class Restarts:
@@ -53,14 +50,15 @@ class Restarts:
     def record_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
         """Record a call that begins, if it may change the environments."""
         self._begun = []
-        if name in _SETTER_NAMES:
-            # Pickle the arguments now, because the caller may change them, and what cannot be sent changes nothing.
-            packed = {id(argument): channel.pack_by_value(argument) for argument in arguments}
-            calls = [(self._settings[n], (name, arg[0]), arg) for n, arg in zip(environments, arguments, strict=True)]
+        if name not in RECORDED_CALLS:
+            return
+        # Pickle the arguments now, because the caller may change them, and what cannot be sent changes nothing.
+        packed = {id(argument): channel.pack_by_value(argument) for argument in arguments}
+        for number, argument in zip(environments, arguments, strict=True):
+            settings, key = self._settings[number], (name, argument[0])
             if name.startswith("set_"):
-                self._begun = [(settings, key, settings.get(key), packed[id(arg)]) for settings, key, arg in calls]
-            for settings, key, _ in calls:  # until the call has succeeded
-                settings[key] = None
+                self._begun.append((settings, key, settings.get(key), packed[id(argument)]))
+            settings[key] = None  # until the call has succeeded
 
     def record_results(self, results: Sequence[Any]) -> None:
         """Record the attributes that the call has set."""
@@ -153,7 +151,7 @@ class Restarts:
         repeated: list[str] = []
         missing: list[str] = []
         for (command, name), packed in self._settings[number].items():
-            (missing if packed is None else repeated).append(_SETTER_NAMES[command].format(name))
+            (missing if packed is None else repeated).append(f"{command.replace('_wrapper', '')}({name!r})")
         repeated += [f"reset({arguments})"] if arguments else []
         lines = [str(failure)]
         if repeated:

@@ -14,7 +14,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, _combined_error_class
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.environments import PoolOptions, store_reward
 from rl_ext_core.vector.memory_layout import OTHER_REWARD, TERMINATED, TRUNCATED
@@ -51,7 +51,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         directory; at most ten files ``crash-*.rlx`` are written to a folder. False: record nothing. Default: True
     :raises WorkerError: If a worker has failed, in any call. Its cause is the environment's exception, if there is one.
         All workers have ended.
-    :raises EnvironmentOutputError: If the spaces of environments differ. It is also a RuntimeError.
+    :raises EnvironmentOutputError: If the spaces of environments differ.
     :raises InvalidArgumentError: If an option has another value, or observations are not arrays of fixed shape. Also in
         calls other than ``close`` from a process that was forked from the one that created the environments.
 
@@ -118,10 +118,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         )
         mode = AutoresetMode(Autoreset.parse(autoreset_mode, suggestion="NextStep").value)
         self.copy, self.autoreset_mode = copy, mode
-        try:
-            pool = self._pool = Pool(env_fns, options, autoreset=Autoreset(mode.value))
-        except EnvironmentOutputError as error:
-            raise _combined_error_class(EnvironmentOutputError, RuntimeError())(*error.args) from None
+        pool = self._pool = Pool(env_fns, options, autoreset=Autoreset(mode.value))
         self.closed, self._pending, self.num_envs = False, "", pool.num_envs
         self.timings = pool.timings
         self.single_observation_space, self.single_action_space = pool.spaces
@@ -366,7 +363,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             # The next command waits for late answers, and drops them.
             self._pending = ""
             raise multiprocessing.TimeoutError(f"the environments did not {what} within {timeout:g} s")
-        self._pool.wait(raise_failures=what == "call")
+        self._pool.wait()
         # Until here, another wait can follow Ctrl-C.
         self._pending = ""
 
