@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rl_ext_core import _pickle
-from rl_ext_core.recording.generators import Snapshot, read_snapshot
+from rl_ext_core.recording.generators import read_snapshot
 
 # Memory for the log of an environment. Untouched pages take no memory.
 LOG_BYTES = 16 << 20
@@ -27,6 +27,7 @@ _TABLE_BYTES = 12 << 20
 _HEADER = 64
 # Number of calls that have begun, and where the pickled data end, 0 if there is no log
 CALLS, _END = range(2)
+_NO_SETTINGS = pickle.dumps([])
 _FAILED = 1 << 32  # is added to the number of calls after one that raised an exception
 # The result of a call is the checksum of its observation, with these flags: it has returned, it has ended the episode,
 # and its checksum is not known.
@@ -98,7 +99,7 @@ class LogMemory:
         self.limit = min(MAX_STEPS, _TABLE_BYTES // entry.itemsize)
         self.memory = memoryview(_new_memory() if memory is None else memory)
         entries: Any = np.ndarray(self.limit, entry, self.memory, _HEADER)
-        self._data_start = self._head_end = _HEADER + self.limit * entry.itemsize
+        self._data_start = _HEADER + self.limit * entry.itemsize
         self.cells = self.memory[:_HEADER].cast("Q")
         # Writing an item of a memoryview takes a third of the time of an array's.
         self._results: Any = entries["result"]
@@ -110,9 +111,6 @@ class LogMemory:
             self.actions, self.action_type = entries["action"], np.ndarray
             if shape == ():
                 self.actions, self.action_type = memoryview(self.actions), self.actions.dtype.type
-        # Places of the generators in the pickled snapshot, and where its bytes are.
-        self._places: Any = None
-        self._states = slice(0)
 
     @property
     def is_started(self) -> bool:
@@ -123,28 +121,18 @@ class LogMemory:
         """Drop the log."""
         self.cells[_END] = 0
 
-    def start(self, snapshot: Snapshot, settings: list[tuple[str, Any]], arguments: dict[str, Any]) -> None:
+    def start(self, snapshot: bytes, settings: list[tuple[str, Any]], arguments: dict[str, Any]) -> None:
         """Begin a new log with a reset, from the generators, the calls that have set attributes, and its arguments."""
-        cells = self.cells
+        cells, packed = self.cells, pickle_value(settings) if settings else _NO_SETTINGS
+        end = self._data_start + len(snapshot) + len(packed)
         cells[_END] = 0  # until the log is complete
         self._results[: cells[CALLS] % _FAILED + 1] = 0
-        cells[CALLS] = 0
-        if type(snapshot) is tuple and snapshot[0] is self._places and not settings:
-            self.memory[self._states] = snapshot[1]  # the last snapshot differs in these bytes only
-        else:
-            packed, self._places = pickle_value((snapshot, settings)), None
-            self._head_end = self._data_start + len(packed)
-            if self._head_end > LOG_BYTES:
-                return
-            self.memory[self._data_start : self._head_end] = packed
-            if type(snapshot) is tuple and not settings:
-                at = self._data_start + packed.index(snapshot[1])
-                self._places, self._states = snapshot[0], slice(at, at + len(snapshot[1]))
-        cells[_END] = self._head_end
-        if arguments:
-            self.begin("reset", arguments)
-        else:  # the first call is known without data
-            cells[CALLS] = 1
+        cells[CALLS] = 0 if arguments else 1  # a reset without arguments is known without data
+        if packed and end <= LOG_BYTES:
+            self.memory[self._data_start : end] = snapshot + packed
+            cells[_END] = end
+            if arguments:
+                self.begin("reset", arguments)
 
     def begin(self, name: str, data: Any) -> None:
         """Record a call before it is made. Without memory for it, or after a call that has failed, drop the log."""
@@ -202,12 +190,12 @@ class LogMemory:
         actions: Any = [None] * count if self.actions is None else np.array(self.actions[:count])
         calls = [("reset", {}), *(("step", action) for action in actions[1:])][:count]
         file = io.BytesIO(self.memory[self._data_start : self.cells[_END]])
-        snapshot, settings = pickle.load(file)
+        generators, settings = read_snapshot(file), pickle.load(file)
         while file.tell() < len(file.getbuffer()):
             index, name, data = pickle.load(file)
             if index < count:  # otherwise the process has died before it began this call
                 calls[index] = name, data
-        return EpisodeLog(read_snapshot(snapshot), settings, calls, self._checksums(0, count))
+        return EpisodeLog(generators, settings, calls, self._checksums(0, count))
 
 
 def _new_memory() -> mmap.mmap:

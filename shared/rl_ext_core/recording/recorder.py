@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -211,7 +212,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         was not the seed of the last reset, repeating the episode reports a difference.
         """
         seed = getattr(self.unwrapped, "np_random_seed", None)
-        self._log.start({}, [], {} if seed in (None, -1) else {"seed": seed})
+        self._log.start(pickle.dumps({}), [], {} if seed in (None, -1) else {"seed": seed})
         self._log.end(flags=NOT_CHECKED)
 
     def episode_log(self) -> EpisodeLog | None:
