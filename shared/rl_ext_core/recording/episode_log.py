@@ -12,11 +12,14 @@ import io
 import mmap
 import pickle
 import zlib
+from collections.abc import Callable
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 from rl_ext_core import _pickle
+from rl_ext_core._values import copy_output
 from rl_ext_core.recording.generators import read_snapshot
 
 # Memory for the log of an environment. Untouched pages take no memory.
@@ -160,6 +163,49 @@ class LogMemory:
         except Exception:  # objects of the user, and tensors that NumPy cannot represent, such as bfloat16
             checksum = NOT_CHECKED
         self.results[index] = RETURNED | flags | checksum
+
+    def make_step(
+        self, env: Any, report_failure: Callable[[BaseException, str], None]
+    ) -> Callable[[Any], tuple[Any, Any, bool, bool, dict[str, Any]]]:
+        """Return a function that steps an environment and records the step.
+
+        Each attribute that it would look up takes a tenth of the time of recording.
+        """
+        cells, limit, actions, action_type = self.cells, self.limit, self.actions, self.action_type
+        rewards, results, calls_at, returned, ndarray = self.rewards, self.results, CALLS, RETURNED, np.ndarray
+        shape, dtype = (actions.shape[1:], actions.dtype) if action_type is ndarray else ((), None)
+        space = getattr(env, "observation_space", None)
+        is_small = isinstance(space, gymnasium.spaces.Box) and space.low.nbytes <= MAX_CHECKED_BYTES
+        checksum: Callable[[Any], int] = zlib.crc32 if is_small else observation_checksum
+
+        def step(action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+            index = cells[calls_at]
+            if (
+                type(action) is action_type
+                and index < limit
+                and (action_type is not ndarray or (action.shape == shape and action.dtype == dtype))
+            ):
+                actions[index] = action
+                cells[calls_at] = index + 1
+            else:
+                self.begin("step", copy_output(action))
+            try:
+                result: tuple[Any, Any, bool, bool, dict[str, Any]] = env.step(action)
+            except BaseException as error:
+                report_failure(error, "step")
+                raise
+            try:
+                observation, reward, terminated, truncated, _ = result
+                rewards[index] = reward
+                flags = returned
+                if terminated or truncated:
+                    flags += TERMINATED * terminated + TRUNCATED * truncated
+                results[index] = checksum(observation) + flags
+            except Exception:  # observations that are not arrays, rewards that are not numbers, and no more memory
+                self.end(result[0], result[1], TERMINATED * bool(result[2]) + TRUNCATED * bool(result[3]))
+            return result
+
+        return step
 
     def end_by_failure(self) -> None:
         """Record that the last call has raised an exception, after which the log ends."""

@@ -5,26 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium
-import numpy as np
 
 from rl_ext_core._values import copy_output
-from rl_ext_core.recording.episode_log import (
-    CALLS,
-    MAX_CHECKED_BYTES,
-    NOT_CHECKED,
-    RETURNED,
-    TERMINATED,
-    TRUNCATED,
-    EpisodeLog,
-    LogMemory,
-    Repetition,
-    observation_checksum,
-)
+from rl_ext_core.recording.episode_log import NOT_CHECKED, EpisodeLog, LogMemory, Repetition
 from rl_ext_core.recording.generators import Generators, layers_of
 from rl_ext_core.recording.layers import record_construction
 
@@ -82,7 +69,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._generators = Generators(layers_of(self.env))
         self._log = LogMemory(getattr(self.env, "action_space", None), memory)
         self._log.clear()
-        self._step = self._make_step()
+        self._step = self._log.make_step(self.env, self._report_failure)
         if type(self).step is EpisodeRecorder.step:  # saves a call, unless a subclass has its own method
             vars(self)["step"] = self._step
 
@@ -146,48 +133,6 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the environment, and record the action."""
         return self._step(action)
-
-    def _make_step(self) -> Callable[[Any], tuple[Any, Any, bool, bool, dict[str, Any]]]:
-        """Return the function that steps the environment and records the step.
-
-        Each attribute that it would look up takes a tenth of the recorder's part of a step.
-        """
-        env, log, ndarray = self.env, self._log, np.ndarray
-        cells, limit, actions, action_type = log.cells, log.limit, log.actions, log.action_type
-        rewards, results, calls_at, returned = log.rewards, log.results, CALLS, RETURNED
-        shape, dtype = (actions.shape[1:], actions.dtype) if action_type is ndarray else ((), None)
-        space = getattr(env, "observation_space", None)
-        is_small = isinstance(space, gymnasium.spaces.Box) and space.low.nbytes <= MAX_CHECKED_BYTES
-        checksum: Callable[[Any], int] = zlib.crc32 if is_small else observation_checksum
-
-        def step(action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-            index = cells[calls_at]
-            if (
-                type(action) is action_type
-                and index < limit
-                and (action_type is not ndarray or (action.shape == shape and action.dtype == dtype))
-            ):
-                actions[index] = action
-                cells[calls_at] = index + 1
-            else:
-                log.begin("step", copy_output(action))
-            try:
-                result: tuple[Any, Any, bool, bool, dict[str, Any]] = env.step(action)
-            except BaseException as error:
-                self._report_failure(error, "step")
-                raise
-            try:
-                observation, reward, terminated, truncated, _ = result
-                rewards[index] = reward
-                flags = returned
-                if terminated or truncated:
-                    flags += TERMINATED * terminated + TRUNCATED * truncated
-                results[index] = checksum(observation) + flags
-            except Exception:  # observations that are not arrays, rewards that are not numbers, and no more memory
-                log.end(result[0], result[1], TERMINATED * bool(result[2]) + TRUNCATED * bool(result[3]))
-            return result
-
-        return step
 
     def _report_failure(self, error: BaseException, method: str) -> None:
         self._log.end_by_failure()

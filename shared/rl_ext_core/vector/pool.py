@@ -88,11 +88,8 @@ class Pool:
     :raises EnvironmentOutputError: If the spaces of environments differ.
     :raises InvalidArgumentError: If observations are not arrays of fixed shape.
 
-    :ivar num_envs: number of environments
     :ivar worker_by_env: the worker of each environment
     :ivar seeds: seeds of the last reset of each environment
-    :ivar spaces: observation space and action space
-    :ivar layout: layout of the shared arrays
     :ivar memory, log_memory: memory of the shared arrays, and of the episode logs; None if no episodes are recorded
     :ivar spins: whether waits poll before they block
     :ivar has_unread_answers: whether workers may still send answers
