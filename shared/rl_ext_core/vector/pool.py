@@ -92,7 +92,6 @@ class Pool:
     :ivar seeds: seeds of the last reset of each environment
     :ivar memory, log_memory: memory of the shared arrays, and of the episode logs; None if no episodes are recorded
     :ivar spins: whether waits poll before they block
-    :ivar has_unread_answers: whether workers may still send answers
     :ivar arrays: shared arrays by name: the last observations, rewards and flags, and the next actions
     :ivar step_start: time when the last step began, from ``time.perf_counter()``
     :ivar working_directory: folder that contains the workers' working directories; None if workers use that of this
@@ -128,7 +127,6 @@ class Pool:
         self._failure: WorkerError | None = None
         self._owner = os.getpid()
         self._ended = self._conversion_reported = False
-        self.has_unread_answers = False
         self._is_half_stepped = False  # True if the last step reached some environments only
         try:
             self._start_workers()
@@ -138,7 +136,7 @@ class Pool:
             self.layout = MemoryLayout.from_spaces(self.num_envs, *self.spaces)
             self.memory.resize(self.layout.size)
             for worker in self.workers:
-                self.send(worker, "map", self.layout)
+                worker.send("map", self.layout)
             arrays = self.arrays = self.layout.arrays(self.memory.map(self.layout.size))
             # These are looked up once, because every step uses them.
             actions = arrays.get("action")
@@ -195,11 +193,6 @@ class Pool:
 
     # -- commands
 
-    def send(self, worker: Any, name: str, data: Any) -> None:
-        """Send a command to a worker. If the worker has ended, reading its answer raises."""
-        self.has_unread_answers = True
-        worker.send(name, data)
-
     def begin_step(
         self, actions: Any, each: Callable[[Any], Sequence[Any]] = list, environments: Sequence[int] | None = None
     ) -> None:
@@ -236,7 +229,7 @@ class Pool:
                 worker.answer, self.arrays["flags"][worker.first] = None, SKIPPED
         try:
             for worker, message in zip(workers, messages, strict=True):
-                self.send(worker, "step", message)
+                worker.send("step", message)
         except BaseException:
             self._is_half_stepped = True
             raise
@@ -255,7 +248,7 @@ class Pool:
                 self.seeds[number] = request[0]
                 if self._restarts is not None:
                     self._restarts.record_reset(number, request[1])
-        self.send(worker, "reset", list(requests))
+        worker.send("reset", list(requests))
 
     def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
         """Make the same call for some environments, and return the results."""
@@ -277,7 +270,7 @@ class Pool:
         if self._restarts is not None:
             self._restarts.record_call(*self._call)
         for number, calls in calls_by_worker.items():
-            self.send(self.workers[number], name, calls)
+            self.workers[number].send(name, calls)
 
     # -- answers
 
@@ -290,7 +283,6 @@ class Pool:
         """
         require_same_process(self._owner)
         self._receive(self.options.start_timeout if starting else self.options.step_timeout)
-        self.has_unread_answers = False
         if raise_failures:
             for worker in self.workers:
                 if isinstance(worker.answer, WorkerError):
@@ -346,10 +338,13 @@ class Pool:
     def drain_answers(self) -> None:
         """Wait for answers that were not read after an interrupt, and drop them."""
         self.raise_failure()
-        if self.has_unread_answers:
+        if self._awaits_answers():
             for worker in self.workers:
                 worker.wake_worker()
             self.wait()
+
+    def _awaits_answers(self) -> bool:
+        return any(worker.awaits_answer() for worker in self.workers)
 
     def is_ready(self, timeout: float) -> bool:
         """Return whether all answers arrive within a time limit in seconds."""
@@ -508,7 +503,7 @@ class Pool:
         limit = self.options.close_timeout if timeout is None else timeout
         try:
             if not self._ended:
-                patience = UNFINISHED_SECONDS if self.has_unread_answers and limit is None else limit
+                patience = UNFINISHED_SECONDS if limit is None and self._awaits_answers() else limit
                 failure = self._close_environments(patience, limit)
         finally:
             self.end()
@@ -527,7 +522,7 @@ class Pool:
         for worker in closing:
             if not worker.has_failed():
                 worker.discard_answer()
-                self.send(worker, "close", None)
+                worker.send("close", None)
         late += _wait_while(closing, lambda worker: worker.is_busy() or worker.is_alive(), begin, limit)
         failures = [self._close_error(worker) for worker in self.workers if worker.is_done()]
         if late:

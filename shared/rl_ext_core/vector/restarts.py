@@ -73,16 +73,16 @@ class Restarts:
 
     # -- replacements
 
-    def replace(self, pool: Any, worker: WorkerHandle, to_reset: bool) -> list[StepEntry]:
+    def replace(self, pool: Any, worker: WorkerHandle, to_reset: bool) -> None:
         """Replace a failed worker and reset its environments, whose entries become its answer."""
         try:
-            return self._replace(pool, worker, worker.answer, to_reset)
+            self._replace(pool, worker, worker.answer, to_reset)
         except BaseException as error:
             text = "these workers were ended, because the replacement of one was interrupted. Make new environments"
             pool.end(error if isinstance(error, WorkerError) else WorkerError(text))
             raise
 
-    def _replace(self, pool: Any, worker: WorkerHandle, first: WorkerError, to_reset: bool) -> list[StepEntry]:
+    def _replace(self, pool: Any, worker: WorkerHandle, first: WorkerError, to_reset: bool) -> None:
         failure = first
         timings, limit = pool.timings, pool.options.max_restarts
         # Without SAME_STEP, the caller gets the end of the episode now, and the next episode after the next step.
@@ -109,8 +109,7 @@ class Restarts:
         if delays_reset:
             for array, before in zip(pool._observations, self.last_observations, strict=True):
                 array[rows] = before[rows]
-        pool.has_unread_answers, worker.answer = False, entries
-        return entries
+        worker.answer = entries
 
     def _restart(self, pool: Any, worker: WorkerHandle, *, same_seeds: bool, delays_reset: bool) -> Any:
         """Replace the process of a worker once, and return the answer to the reset.
@@ -124,13 +123,13 @@ class Restarts:
         worker.attempt += 1
         pool.launch([worker])
         _await_answer(pool, worker, starting)
-        pool.send(worker, "map", pool.layout)
+        worker.send("map", pool.layout)
         _await_answer(pool, worker, starting)
         part = slice(worker.first, worker.last)
         for number, calls in enumerate(self._settings[part]):
             for (command, name), packed in calls.items():
                 if packed is not None:
-                    pool.send(worker, command, [(number, channel.unpack(packed))])
+                    worker.send(command, [(number, channel.unpack(packed))])
                     if isinstance(channel.unpack(_await_answer(pool, worker, stepping)[0]), ExceptionRecord):
                         calls[command, name] = None
         seeds = pool.seeds[part]
@@ -140,7 +139,7 @@ class Restarts:
         pool.send_reset(worker, list(zip(seeds, options, strict=True)))
         infos = _await_answer(pool, worker, stepping)
         if delays_reset and pool.autoreset is Autoreset.NEXT_STEP:
-            pool.send(worker, "reset at next step", None)
+            worker.send("reset at next step", None)
             _await_answer(pool, worker, stepping)
         return infos
 
