@@ -166,28 +166,20 @@ def require_time_limits_per_env(env: Any) -> None:
 
 
 def _reset_by_mask(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    return _reset_by_option(env, "reset_mask", lambda mask: mask.copy())
-
-
-def _reset_by_mask_in_ale(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Return a function that resets rows of ALE; raise if ale-py is too old for that."""
-    found = version("ale-py")
-    if mode is not Autoreset.SAME_STEP and tuple(map(int, re.findall(r"\d+", found)[:3])) < (0, 12, 1):
-        raise InvalidArgumentError(  # reset_mask raises an error in 0.11, and hangs in 0.12.0
-            f"ale-py {found} cannot reset some of its environments: expected 0.12.1 or later. Use pip install "
-            "'ale-py>=0.12.1', or AtariVectorEnv(..., autoreset_mode=AutoresetMode.SAME_STEP)"
-        )
-    return _reset_by_mask(env, base, mode)
-
-
-def _reset_by_mask_in_async(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Return a function that resets rows of AsyncVectorEnv; raise if it would reset twice."""
-    if mode is Autoreset.NEXT_STEP and not base.shared_memory:
+    """Return a function that resets rows by gymnasium's option ``reset_mask``; raise where that is known to fail."""
+    if _is_ale(base) and mode is not Autoreset.SAME_STEP:
+        found = version("ale-py")
+        if tuple(map(int, re.findall(r"\d+", found)[:3])) < (0, 12, 1):
+            raise InvalidArgumentError(  # reset_mask raises an error in 0.11, and hangs in 0.12.0
+                f"ale-py {found} cannot reset some of its environments: expected 0.12.1 or later. Use pip install "
+                "'ale-py>=0.12.1', or AtariVectorEnv(..., autoreset_mode=AutoresetMode.SAME_STEP)"
+            )
+    if _is_async(base) and mode is Autoreset.NEXT_STEP and not base.shared_memory:
         raise InvalidArgumentError(
             "AsyncVectorEnv(shared_memory=False) resets a sub-environment again after a reset by reset_mask. Use "
             'autoreset_mode="SameStep", or keep shared_memory=True'
         )
-    return _reset_by_mask(env, base, mode)
+    return _reset_by_option(env, "reset_mask", lambda mask: mask.copy())
 
 
 def _reset_by_env_idx(env: Any, base: Any, mode: Autoreset) -> PartialReset:
@@ -354,6 +346,7 @@ def _is_defined_in(*prefixes: str) -> Callable[[Any], bool]:
     )
 
 
+_is_ale = _is_defined_in("ale_py.")
 _is_sync_or_shared = _is_defined_in("gymnasium.vector.sync_vector_env.SyncVectorEnv", "rl_ext_core.vector.")
 _is_async = _is_defined_in("gymnasium.vector.async_vector_env.AsyncVectorEnv")
 _is_cartpole = _is_defined_in("gymnasium.envs.classic_control.cartpole.CartPoleVectorEnv")
@@ -368,14 +361,14 @@ def _accepts_env_ids(base: Any) -> bool:
 # info["final_obs"] (before 1.0: "final_observation"). In other modes, the step's observation is the last one.
 LIBRARIES = (
     # library, includes, mode, partial reset, keeps others, info without final_info
-    LibraryRules("ALE AtariVectorEnv", _is_defined_in("ale_py."), None, _reset_by_mask_in_ale, True, "reset"),
+    LibraryRules("ALE AtariVectorEnv", _is_ale, None, _reset_by_mask, True, "reset"),
     LibraryRules(
         "EnvPool", _is_defined_in("envpool."), Autoreset.NEXT_STEP, _patch_reset(_reset_envpool), True, "last"
     ),
     LibraryRules("Isaac Lab, mjlab", _accepts_env_ids, None, _reset_by_env_ids, True, "last"),
     LibraryRules("ManiSkill", _is_defined_in("mani_skill"), Autoreset.DISABLED, _reset_by_env_idx, True, "last"),
     LibraryRules("SyncVectorEnv, rl-ext", _is_sync_or_shared, None, _reset_by_mask, True, "last"),
-    LibraryRules("AsyncVectorEnv", _is_async, None, _reset_by_mask_in_async, True, "last"),
+    LibraryRules("AsyncVectorEnv", _is_async, None, _reset_by_mask, True, "last"),
     LibraryRules("CartPoleVectorEnv", _is_cartpole, None, _patch_reset(_reset_cartpole), True, "last"),
     LibraryRules("phys2d (JAX)", _is_functional, Autoreset.NEXT_STEP, _patch_reset(_reset_functional), True, "last"),
     LibraryRules("others", lambda base: True, None, _reset_by_mask, False, "last"),
