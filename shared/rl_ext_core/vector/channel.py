@@ -308,11 +308,7 @@ class WorkerHandle:
         self.cells[Cell.COMMAND] = 1  # the first command is to build the environments
         command_reader, commands = context.Pipe(duplex=False)
         replies, reply_writer = context.Pipe(duplex=False)
-        self._commands, self._replies, self._own_doorbell = (
-            _Doorbell(commands),
-            _Doorbell(replies),
-            _Doorbell(reply_writer),
-        )
+        self._commands, self._replies, self._own_doorbell = map(_Doorbell, (commands, replies, reply_writer))
         self._open_ends = self._commands, self._replies, self._own_doorbell, self._mail
         self._spin = SpinWaiter(SpinWaiter.ANSWER_SECONDS) if spins else None
         end = command_reader, reply_writer, memory, self._mail, spins

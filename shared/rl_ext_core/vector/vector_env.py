@@ -106,15 +106,9 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
                 f"max_concurrency={max_concurrency!r} and n_workers={n_workers!r} mean the same; expected one of them. "
                 "Leave one out"
             )
+        n_workers = max_concurrency if n_workers is None else n_workers
         options = PoolOptions(
-            context,
-            max_concurrency if n_workers is None else n_workers,
-            start_timeout,
-            step_timeout,
-            close_timeout,
-            restart,
-            max_restarts,
-            recorder=recorder,
+            context, n_workers, start_timeout, step_timeout, close_timeout, restart, max_restarts, recorder=recorder
         )
         mode = AutoresetMode(Autoreset.parse(autoreset_mode, suggestion="NextStep").value)
         self.copy, self.autoreset_mode = copy, mode
