@@ -69,7 +69,7 @@ def describe_exception(worker: int, record: ExceptionRecord) -> Failure:
 
 
 def describe_exit(worker: int, report: WorkerReport, exitcode: int, unknown_reason: str) -> Failure:
-    """Describe the failure of a worker that has ended; ``unknown_reason`` says why its exit code is unknown."""
+    """Describe the end of a worker; ``unknown_reason`` says why its exit code is unknown."""
     progress, record, text = report.progress, report.exception_record, report.text()
     started, kind = progress is Progress.RUNNING, "exit"
     if record is not None:

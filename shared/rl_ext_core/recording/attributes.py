@@ -210,7 +210,7 @@ def _keeps_state_in_attributes(cls: Any) -> bool:
 
 
 def _is_plain(value: Any, budget: list[int]) -> bool:
-    """Whether a value consists of at most ``budget[0]`` numbers, texts, arrays, and containers of them."""
+    """Whether a value consists of at most ``budget[0]`` numbers, texts, arrays and containers."""
     kind: Any = type(value)
     if kind is np.ndarray:
         return not value.dtype.hasobject and value.nbytes <= _MAX_BYTES
@@ -268,7 +268,7 @@ def _canonical(value: Any) -> Any:
 
 
 def write_values(owner: Any, saved: dict[str, Value], links: Iterable[Any], *, kept: Collection[str]) -> set[str]:
-    """Set the values of an object that differ from saved ones, except those of the paths in ``kept``.
+    """Set the values of an object that differ from saved ones, except those at the paths ``kept``.
 
     :return: paths of values that still differ
     """

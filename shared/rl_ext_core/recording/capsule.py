@@ -118,7 +118,7 @@ class Capsule:
 
 
 def record_crash(recorder: bool | str | os.PathLike[str], **contents: Any) -> str:
-    """Write a capsule with these contents, and return a sentence with the command that repeats the failure."""
+    """Write a capsule, and return a sentence with the command that repeats the failure."""
     folder = CRASH_FOLDER if isinstance(recorder, bool) else recorder
     try:
         return f"The episode is recorded. To repeat the failure, run: rl-ext replay {write_capsule(folder, **contents)}"

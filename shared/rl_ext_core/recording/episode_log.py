@@ -125,7 +125,7 @@ class LogMemory:
         self.cells[_END] = 0
 
     def start(self, snapshot: bytes, settings: list[tuple[str, Any]], arguments: dict[str, Any]) -> None:
-        """Begin a new log with a reset, from the generators, the calls that have set attributes, and its arguments."""
+        """Begin a new log with a reset, from generators, calls that set attributes, and arguments."""
         cells, packed = self.cells, pickle_value(settings) if settings else _NO_SETTINGS
         end = self._data_start + len(snapshot) + len(packed)
         cells[_END] = 0  # until the log is complete

@@ -148,7 +148,7 @@ class Generators:
 
 
 def read_snapshot(file: io.BytesIO) -> dict[tuple[int, str], Any]:
-    """Read the state of each generator, as plain data, by the number of the layer and the attribute."""
+    """Read the states of generators, by the number of the layer and the attribute."""
     places = pickle.load(file)
     if isinstance(places, dict):
         return places
@@ -184,7 +184,7 @@ def _is_statistics(value: Any) -> bool:
 
 
 def _is_emulator(value: Any) -> bool:
-    """Whether this is the emulator of Atari, whose generator for sticky actions only its whole state includes."""
+    """Whether this is Atari's emulator. Only its whole state includes the generator of sticky actions."""
     return type(value).__module__.startswith("ale_py.") and hasattr(value, "cloneState")
 
 

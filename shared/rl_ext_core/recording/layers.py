@@ -190,7 +190,7 @@ def unsaved_attributes(states: Sequence[LayerState], *, opaque: bool = False) ->
 
 
 def _all_layers(env: Any) -> list[Any]:
-    """Return the wrappers of an environment and itself, without recorders and adapters of other libraries."""
+    """Return an environment's wrappers and itself, without recorders and adapters."""
     layers = layers_of(env)
     return [layer for layer in layers if not any(hasattr(type(layer), name) for name in ("episode_log", "is_adapter"))]
 

@@ -161,7 +161,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._log.end(flags=NOT_CHECKED)
 
     def episode_log(self) -> EpisodeLog | None:
-        """Return the log of the current episode; None before the first reset, or if it is too long."""
+        """Return the log of the current episode; None if it has not begun or is too long."""
         return self._log.read()
 
     def restore_beginning(self, log: EpisodeLog) -> None:

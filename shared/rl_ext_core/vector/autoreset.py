@@ -166,7 +166,7 @@ def require_time_limits_per_env(env: Any) -> None:
 
 
 def _reset_by_mask(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Return a function that resets rows by gymnasium's option ``reset_mask``; raise where that is known to fail."""
+    """Return a function that resets rows by ``reset_mask``; raise where that is known to fail."""
     if _is_ale(base) and mode is not Autoreset.SAME_STEP:
         found = version("ale-py")
         if tuple(map(int, re.findall(r"\d+", found)[:3])) < (0, 12, 1):
@@ -187,7 +187,7 @@ def _reset_by_env_idx(env: Any, base: Any, mode: Autoreset) -> PartialReset:
 
 
 def _reset_by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Return a function that resets rows by the keyword ``env_ids``, which wrappers must forward."""
+    """Return a function that resets rows by ``env_ids``, which wrappers must forward."""
     from gymnasium import Wrapper, wrappers
 
     chain = wrapper_chain(env)
@@ -340,7 +340,7 @@ def _indices(mask: Any, base: Any) -> Any:
 
 
 def _is_defined_in(*prefixes: str) -> Callable[[Any], bool]:
-    """Return a test of the full names of an environment's class and its bases, by their beginnings."""
+    """Return a test of where an environment, or a base class of it, is defined."""
     return lambda base: any(
         f"{kind.__module__}.{kind.__qualname__}".startswith(prefixes) for kind in type(base).__mro__
     )

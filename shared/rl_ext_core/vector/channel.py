@@ -337,7 +337,7 @@ class WorkerHandle:
         self.disconnect()
 
     def send(self, name: str, data: Any) -> None:
-        """Send a command. The data of a step is the packed command, or None for the shared actions."""
+        """Send a command. For a step: its packed form, or None for the shared actions."""
         message: bytes = (data or b"") if name == "step" else pack_by_value((name, data))
         if message:
             self._mail.write(message)

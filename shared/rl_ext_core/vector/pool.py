@@ -155,7 +155,7 @@ class Pool:
 
     @staticmethod
     def copy_error(owner: str) -> NotCopyableError:
-        """Return the error for copies of an object that has a pool. A copy would share the workers."""
+        """Return the error for copies of an object with a pool, which would share the workers."""
         return NotCopyableError(
             f"{owner} cannot be copied or pickled, because its environments are in worker processes: expected the "
             f"functions that build them. Use {owner}(env_fns), which starts new workers"
@@ -303,7 +303,7 @@ class Pool:
         return [log.read() for log in self._logs] or [None] * self.num_envs
 
     def repeat_episode(self, environment: int, log: EpisodeLog) -> Repetition:
-        """Repeat a log whose last call has returned, in an environment that was not used before."""
+        """Repeat a log whose last call has returned, in an unused environment."""
         (found,) = self.call([environment], REPEAT_EPISODE, log)
         return found  # type: ignore[no-any-return]
 
@@ -436,7 +436,7 @@ class Pool:
         return self._environment_error(worker, cells[Cell.ENVIRONMENT], PHASES[cells[Cell.PHASE]], watch.failure)
 
     def _environment_error(self, worker: Any, environment: int, phase: str, failure: Failure) -> WorkerError:
-        """Record the episode of an environment of a worker, and return the exception for its failure."""
+        """Record the episode of an environment, and return the exception for its failure."""
         environment += worker.first
         seeds = self.options.worker_seeds or self.seeds
         count, seed = self.num_envs, seeds[environment]
@@ -511,7 +511,7 @@ class Pool:
             raise failure
 
     def _close_environments(self, patience: float | None, limit: float | None) -> WorkerError | None:
-        """Close the environments after waiting ``patience`` seconds for unfinished commands; return a failure."""
+        """Close environments, after waiting ``patience`` seconds for commands; return a failure."""
         begin = time.monotonic()
         for worker in self.workers:
             if worker.watch is not None:
@@ -553,7 +553,7 @@ class Pool:
         return error if error.phase in ("close", "start", "idle") else None
 
     def end(self, failure: WorkerError | None = None) -> None:
-        """End the workers at once; later calls raise ``failure``. It can be called again after an interrupt."""
+        """End the workers at once; later calls raise ``failure``. After an interrupt, call it again."""
         if os.getpid() == self._owner:
             self._ended, self._failure = True, self._failure or failure
             if hasattr(self, "_end"):  # otherwise no worker was started
@@ -599,7 +599,7 @@ def _require_same_spaces(expected: Any, found: Sequence[Any], advice: str) -> An
 def _wait_while(
     workers: Sequence[WorkerHandle], condition: Callable[[WorkerHandle], bool], begin: float, limit: float | None
 ) -> list[WorkerHandle]:
-    """Wait while a condition holds for any worker, at most ``limit`` seconds; return the workers for which it holds."""
+    """Wait up to ``limit`` seconds while a condition holds for any worker; return those workers."""
     pause = 0.0005
     while waiting := [worker for worker in workers if condition(worker)]:
         if limit is not None and time.monotonic() - begin > limit:
@@ -617,7 +617,7 @@ def _interrupt_waits(workers: Sequence[WorkerHandle]) -> None:
 def _end_pool(
     owner: int, workers: Sequence[WorkerHandle], memories: Sequence[SharedMemory], working_directory: str | None
 ) -> None:
-    """End workers, close their memory and delete their empty folders. After an interrupt, call it again."""
+    """End workers, close their memory, and delete empty folders. After an interrupt, call it again."""
     if os.getpid() != owner:
         return
     for worker in workers:

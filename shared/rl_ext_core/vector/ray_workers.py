@@ -22,7 +22,7 @@ ActorAnswer = tuple[bytes, dict[str, Any]]
 
 
 class ActorFailure(Exception):  # noqa: N818 - the driver turns it into a WorkerError
-    """Environment, phase and exception record of a failure, which the actor sends to the driver."""
+    """Environment, phase and exception record of a failure, for the driver."""
 
 
 class Actor:

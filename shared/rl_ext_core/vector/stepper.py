@@ -193,7 +193,7 @@ class Stepper:
         return observation, info
 
     def begin(self, observation: Any) -> None:
-        """Store a copy of an observation, if it is needed later, after a reset that bypassed this stepper."""
+        """Store a copy of an observation, if needed, also after a reset that bypassed this stepper."""
         self.current = map_arrays(copy_output, observation) if self._stores_observations else None
 
     def _find_partial_reset(self) -> PartialReset:
