@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,43 +144,36 @@ def _build_env(capsule: Capsule, source: str | None, folder: str, created: str) 
     protect_files(folder, created)
     if not {"", os.getcwd()} & set(sys.path):  # the command of an installed package does not have it
         sys.path.insert(0, os.getcwd())
+    factory = None
     try:
         factory = capsule.load_factory() if source is None else as_factory(load_source(source))
-    except RlExtError:
-        raise
-    except Exception as error:
-        raise _loading_error(error) from error
-    try:
         env = as_gymnasium_env(factory())
-    except ModuleNotFoundError as error:  # a factory may load the module of the environment when it is called
-        raise _loading_error(error) from error
-    log, layers = capsule.log, layers_of(env)
+    except Exception as error:
+        # A factory may load the module of the environment when it is called.
+        has_failed = factory is not None and not isinstance(error, ModuleNotFoundError)
+        if has_failed or isinstance(error, RlExtError):
+            raise
+        raise InvalidArgumentError(
+            f"the factory of the capsule cannot be loaded ({type(error).__name__}: {error}); expected its module on "
+            "the import path. Start rl-ext in the folder of its module, or pass --env module:function"
+        ) from error
+    log, layers, recorder = capsule.log, layers_of(env), EpisodeRecorder(env)
     # The innermost layer is the environment, which has this generator. Wrappers do not have it.
     depth = next((number + 1 for number, name in log.generators if name == "_np_random"), len(layers))
-    if len(layers) != depth:
-        raise _unlike_error(layers, f"{len(layers) - 1} instead of {depth - 1} wrappers")
-    recorder = EpisodeRecorder(env)
+    difference = "" if len(layers) == depth else f"{len(layers) - 1} instead of {depth - 1} wrappers"
     try:
-        recorder.restore_beginning(log)
+        if not difference:
+            recorder.restore_beginning(log)
     except Exception as error:
-        raise _unlike_error(layers, f"{type(error).__name__}: {error}") from error
+        difference = f"{type(error).__name__}: {error}"
+    if difference:
+        names = " of ".join(type(layer).__name__ for layer in layers)
+        raise InvalidArgumentError(
+            f"the environment, {names}, is not built like the recorded one ({difference}); expected the same wrappers "
+            "and spaces. Use --env module:function, with a function that builds them all, also the Monitor that "
+            "make_vec_env adds"
+        )
     return _RepeatedEpisode(recorder, log)
-
-
-def _loading_error(error: Exception) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"the factory of the capsule cannot be loaded ({type(error).__name__}: {error}); expected its module on the "
-        "import path. Start rl-ext in the folder of its module, or pass --env module:function"
-    )
-
-
-def _unlike_error(layers: Sequence[Any], reason: str) -> InvalidArgumentError:
-    """Return the exception for an environment that has other wrappers or spaces than the recorded one."""
-    return InvalidArgumentError(
-        f"the environment, {' of '.join(type(layer).__name__ for layer in layers)}, is not built like the recorded one "
-        f"({reason}); expected the same wrappers and spaces. Use --env module:function, with a function that builds "
-        "them all, also the Monitor that make_vec_env adds"
-    )
 
 
 # -- in the process of the command

@@ -181,19 +181,16 @@ class WorkerEnvironments:
                 self._envs.pop().close()
 
     def _close(self) -> None:
-        failed: Exception | None = None
+        message = b""
         for number, env in enumerate(self._envs):
-            if failed is None:
-                self._set_phase(number, _CLOSE)
+            self._set_phase(number, _CLOSE)
             try:
                 env.close()
             except Exception as error:
-                failed = failed or error
+                message = message or pack((number, ExceptionRecord.from_exception(error)))
         self._envs.clear()
-        # The error is sent rather than raised, so that other workers can close their environments.
-        self._answer(
-            b"" if failed is None else pack((self._cells[Cell.ENVIRONMENT], ExceptionRecord.from_exception(failed)))
-        )
+        # The first error is sent rather than raised, so that other workers can close their environments.
+        self._answer(message)
 
     def _map_memory(self, layout: MemoryLayout) -> None:
         arrays: dict[str, Any] = layout.arrays(self._block(layout.size))
