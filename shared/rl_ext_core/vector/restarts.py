@@ -122,25 +122,23 @@ class Restarts:
         worker.end()
         worker.attempt += 1
         pool.launch([worker])
-        _await_answer(pool, worker, starting)
-        worker.send("map", pool.layout)
-        _await_answer(pool, worker, starting)
+        _ask(pool, worker, starting)
+        _ask(pool, worker, starting, "map", pool.layout)
         part = slice(worker.first, worker.last)
         for number, calls in enumerate(self._settings[part]):
             for (command, name), packed in calls.items():
                 if packed is not None:
-                    worker.send(command, [(number, channel.unpack(packed))])
-                    if isinstance(channel.unpack(_await_answer(pool, worker, stepping)[0]), ExceptionRecord):
+                    (answer,) = _ask(pool, worker, stepping, command, [(number, channel.unpack(packed))])
+                    if isinstance(channel.unpack(answer), ExceptionRecord):
                         calls[command, name] = None
         seeds = pool.seeds[part]
         if not same_seeds:
             seeds = [None if seed is None else _next_seed(seed, worker.attempt) for seed in seeds]
         options = map(channel.unpack, self._reset_options[part])
         pool.send_reset(worker, list(zip(seeds, options, strict=True)))
-        infos = _await_answer(pool, worker, stepping)
+        infos = _ask(pool, worker, stepping)
         if delays_reset and pool.autoreset is Autoreset.NEXT_STEP:
-            worker.send("reset at next step", None)
-            _await_answer(pool, worker, stepping)
+            _ask(pool, worker, stepping, "reset at next step", None)
         return infos
 
     def _describe(self, pool: Any, failure: WorkerError, number: int) -> str:
@@ -160,8 +158,10 @@ class Restarts:
         return "\n".join(lines)
 
 
-def _await_answer(pool: Any, worker: WorkerHandle, timeout: float | None) -> Any:
-    """Wait for the answer of a new worker, and return it; raise its failure."""
+def _ask(pool: Any, worker: WorkerHandle, timeout: float | None, *command: Any) -> Any:
+    """Send a command, if there is one, and return the answer of a new worker; raise its failure."""
+    if command:
+        worker.send(*command)
     pool._receive(timeout, [worker])
     if isinstance(worker.answer, WorkerError):
         raise worker.answer
