@@ -21,7 +21,7 @@ from rl_ext_core.vector.ray_workers import ActorHandle, launch_actors
 
 __all__ = ["CheckedVecEnv", "Indices", "PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv"]
 
-# Indexed by the kind of a reward, see rl_ext_core.vector.worker.KINDS.
+# Indexed by the kind of a reward, see rl_ext_core.vector.memory_layout.REWARD_KINDS.
 _REWARD_TYPES = (np.float64, np.float32, np.int64, np.bool_)
 
 Indices = int | Iterable[int] | None
@@ -313,15 +313,7 @@ class SharedMemoryVecEnv(PoolVecEnv):
         recorder: bool | str | os.PathLike[str] = True,
     ) -> None:
         options = PoolOptions(
-            start_method,
-            n_workers,
-            start_timeout,
-            step_timeout,
-            close_timeout,
-            restart,
-            max_restarts,
-            cwd,
-            recorder,
+            start_method, n_workers, start_timeout, step_timeout, close_timeout, restart, max_restarts, cwd, recorder
         )
         super().__init__(Pool(env_fns, options))
         self.working_directory = self._pool.working_directory

@@ -4,6 +4,7 @@ import functools
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -308,6 +309,14 @@ def test_call_that_raised_ends_the_log_until_the_next_reset() -> None:
     env.step(1)
     log = env.episode_log()
     assert (log.steps, log.is_interrupted) == (1, False)
+
+
+def test_episode_with_an_attribute_that_cannot_be_pickled_is_not_recorded() -> None:
+    env = EpisodeRecorder(make_env())
+    for value, is_recorded in ((threading.Lock(), False), (2.0, True)):
+        env.set_wrapper_attr("scale", value)
+        env.reset(seed=0)
+        assert (env.episode_log() is not None) == is_recorded
 
 
 def test_recorder_records_an_environment_that_replaced_another() -> None:

@@ -11,10 +11,4 @@ from rl_ext_core.processes.failures import Failure
 from rl_ext_core.processes.watch import Watch
 from rl_ext_core.processes.worker import import_main, on_abnormal_exit
 
-__all__ = [
-    "Failure",
-    "Watch",
-    "get_context",
-    "import_main",
-    "on_abnormal_exit",
-]
+__all__ = ["Failure", "Watch", "get_context", "import_main", "on_abnormal_exit"]

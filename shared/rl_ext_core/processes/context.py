@@ -43,8 +43,6 @@ if sys.platform == "win32":
 else:
     from multiprocessing import forkserver, popen_fork, popen_forkserver, popen_spawn_posix
 
-__all__ = ["Worker", "WorkerContext", "get_context", "kill_workers"]
-
 _log = logging.getLogger("rl_ext_core.processes")
 
 # multiprocessing's exit code for a process whose fork server has died. Here it stands for every unknown exit code.
@@ -76,7 +74,6 @@ _lifelines: set[int] = set()
 
 
 def _drop_parent_workers() -> None:
-    """Drop the parent's workers in a forked process."""
     while _lifelines:
         os.close(_lifelines.pop())
     # multiprocessing would terminate and join its children when this process ends.
@@ -204,14 +201,12 @@ class Worker(BaseProcess):
         begin.run()
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
-        """Run the worker in its process, and return the exit code."""
         code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]
         return finish_worker(code, spawned=self._start_method == "spawn")  # type: ignore[attr-defined]
 
 
 @defer_signals
 def _close_lifeline(writing: int) -> None:
-    """Close the parent's end of the pipe whose closing ends the worker."""
     _lifelines.discard(writing)
     os.close(writing)
 
@@ -236,7 +231,6 @@ class _MainModulePickler(reduction.ForkingPickler):
     needs_main = False
 
     def reducer_override(self, value: Any) -> Any:
-        """Record whether a value is of the main module, and pickle it as usual."""
         if isinstance(value, (type, types.FunctionType)) and value.__module__ in ("__main__", "__mp_main__"):
             self.needs_main = True
         return NotImplemented
@@ -286,8 +280,6 @@ def _worker_preparation(process: Any) -> Iterator[None]:
 if sys.platform == "win32":
 
     class _SpawnPopen(popen_spawn_win32.Popen):
-        """Handle of a spawned worker on Windows."""
-
         unknown_reason = ""
 
         def __init__(self, process: Any) -> None:
@@ -344,29 +336,20 @@ else:
                 util.Finalize(self, os.close, (self.sentinel,))
 
     class _ForkPopen(_ExitCodePopen):
-        """Handle of a forked worker."""
-
         def _launch(self, process: Any) -> None:
-            """Fork the worker."""
             with server.block_signals():
                 super()._launch(process)  # type: ignore[misc]
             self._watch_process()
 
     class _SpawnPopen(_ExitCodePopen, popen_spawn_posix.Popen):
-        """Handle of a spawned worker on Linux and macOS."""
-
         def _launch(self, process: Any) -> None:
-            """Spawn the worker."""
             # BrokenPipeError means that the worker has died already, which the watch reports.
             with server.block_signals(), _worker_preparation(process), suppress(BrokenPipeError):
                 super()._launch(process)  # type: ignore[misc]
             self._watch_process()
 
     class _ForkServerPopen(_ExitCodePopen, popen_forkserver.Popen):
-        """Handle of a worker that the fork server started."""
-
         def _launch(self, process: Any) -> None:
-            """Request a process from the fork server, and send it the worker."""
             data = io.BytesIO()
             mp_context.set_spawning_popen(self)
             try:

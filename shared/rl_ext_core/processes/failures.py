@@ -8,11 +8,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from textwrap import indent
-from typing import Any
 
-from rl_ext_core.errors import InvalidArgumentError, WorkerError
-from rl_ext_core.processes.report import Progress, WorkerReport
+from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.processes.report import ExceptionRecord, Progress, WorkerReport
 
 _GUARD = """\
 Each worker imports the main script, to find the functions that it defines, and this script starts workers when it is
@@ -51,7 +49,6 @@ class Failure:
 
     The attributes that are not listed here are those of :class:`~rl_ext_core.errors.WorkerError`.
 
-    :ivar summary: the message, in one line
     :ivar what: clause of the message that says what happened, without subject and phase
     :ivar rest: end of the message, after the phase
     :ivar exception: exception that the worker raised; None if there is none or it cannot be unpickled
@@ -59,98 +56,68 @@ class Failure:
 
     worker: int
     kind: str
-    phase: str | None
-    summary: str
     what: str
-    rest: str
+    rest: str = ""
     traceback: str = ""
     exception: BaseException | None = None
     exitcode: int | None = None
 
-    def to_error(self) -> WorkerError:
-        """Return the exception to raise. Raise it ``from`` :attr:`exception`."""
-        text = self.summary + ("\n" + indent(self.traceback.rstrip("\n"), "    ") if self.traceback else "")
-        names = ("worker", "kind", "phase", "exitcode", "traceback")
-        return WorkerError(text, **{name: getattr(self, name) for name in names})
+
+def describe_exception(worker: int, record: ExceptionRecord) -> Failure:
+    """Describe an exception that a worker has reported."""
+    return Failure(worker, "exception", f"raised {record.summary}", ":", record.traceback, record.to_exception())
 
 
-@dataclass(frozen=True)
-class FailedWorker:
-    """Failed worker, with methods that describe its failure.
+def describe_exit(worker: int, report: WorkerReport, exitcode: int, unknown_reason: str) -> Failure:
+    """Describe the end of a worker; ``unknown_reason`` says why its exit code is unknown."""
+    progress, record, text = report.progress, report.exception_record, report.text()
+    started, kind = progress is Progress.RUNNING, "exit"
+    if record is not None:
+        if not started and "bootstrapping phase" in record.traceback:
+            return Failure(worker, "start", "cannot start", f". {_GUARD}", record.traceback, exitcode=exitcode)
+        kind = "exit" if record.is_exit else "exception"
+        text, what, rest = record.traceback, f"{'exited by' if record.is_exit else 'raised'} {record.summary}", ":"
+    elif unknown_reason:
+        what, rest = "ended", f"; its exit code is unknown: {unknown_reason}"
+    elif exitcode < 0:
+        name = _signal_name(-exitcode)
+        hint = f". {_SIGNAL_HINTS[name]}" if name in _SIGNAL_HINTS else ""
+        kind, what, rest = "signal", f"was killed by {name}", hint
+    else:
+        what = f"ended with exit code {exitcode if exitcode <= _LARGEST_CHOSEN else f'0x{exitcode:X}'}"
+        kind = "exit" if exitcode <= _LARGEST_CHOSEN else "signal"
+        rest = ": its function returned, or something called os._exit" if started else "; see what it has printed"
+    if text and record is None:
+        rest = "; its last Python frames:"
+    exception = None if record is None else record.unpickle()
+    kind, what = kind if started else "start", what + _DURING[progress]
+    return Failure(worker, kind, what, rest, _WORKER_FRAME.sub("", text), exception, exitcode)
 
-    :ivar worker: number of the worker in its group
-    :ivar count: number of workers in the group
-    :ivar label: name of the workers in messages
-    :ivar phase: operation that the parent waits for, if any
-    :ivar report: report of the worker
+
+def describe_timeout(
+    worker: int, report: WorkerReport, seconds: float, stack: str, others: Sequence[int] | None, label: str
+) -> Failure:
+    """Describe the failure of a worker that exceeds a time limit.
+
+    :param stack: stack of the worker; empty if it does not react to signals
+    :param others: numbers of other workers that do not answer; None if all workers wait for a command
     """
-
-    worker: int
-    count: int
-    label: str
-    phase: str | None
-    report: WorkerReport
-
-    def describe_exit(self, exitcode: int, unknown_reason: str = "") -> Failure:
-        """Describe the failure of a worker that has ended.
-
-        :param unknown_reason: why the exit code is unknown; empty if it is known
-        """
-        progress, record, text = self.report.progress, self.report.exception_record, self.report.text()
-        started, kind = progress is Progress.RUNNING, "exit"
-        if record is not None:
-            if not started and "bootstrapping phase" in record.traceback:
-                return self._make_failure("start", "cannot start", f". {_GUARD}", record.traceback, exitcode=exitcode)
-            kind = "exit" if record.is_exit else "exception"
-            text, what, rest = record.traceback, f"{'exited by' if record.is_exit else 'raised'} {record.summary}", ":"
-        elif unknown_reason:
-            what, rest = "ended", f"; its exit code is unknown: {unknown_reason}"
-        elif exitcode < 0:
-            name = _signal_name(-exitcode)
-            hint = f". {_SIGNAL_HINTS[name]}" if name in _SIGNAL_HINTS else ""
-            kind, what, rest = "signal", f"was killed by {name}", hint
-        else:
-            what = f"ended with exit code {exitcode if exitcode <= _LARGEST_CHOSEN else f'0x{exitcode:X}'}"
-            kind = "exit" if exitcode <= _LARGEST_CHOSEN else "signal"
-            rest = ": its function returned, or something called os._exit" if started else "; see what it has printed"
-        if text and record is None:
-            rest = "; its last Python frames:"
-        more = {"exitcode": exitcode, "exception": None if record is None else record.unpickle()}
-        return self._make_failure(
-            kind if started else "start", what + _DURING[progress], rest, _WORKER_FRAME.sub("", text), **more
-        )
-
-    def describe_timeout(self, seconds: float, stack: str, others: Sequence[int] | None) -> Failure:
-        """Describe the failure of a worker that exceeds a time limit.
-
-        :param seconds: the time limit
-        :param stack: stack of the worker; empty if it does not react to signals
-        :param others: numbers of other workers that do not answer; None if all workers wait for a command
-        """
-        also_late = f" (nor did {', '.join(map(str, others))})" if others else ""
-        rest = f"{also_late}; it is in:"
-        if others is None:
-            rest = f", but no {self.label} hangs: all wait for a command, so the parent used the time; it is in:"
-        elif not hasattr(signal, "SIGUSR1"):
-            rest = " (or another one: Windows does not report where they are)" if others else ""
-        elif not stack:
-            state = "does not even react to signals" if self.report.progress else "is still being started"
-            rest = f"{also_late}; it {state}"
-        return self._make_failure("timeout", f"did not answer within {seconds:g} s", rest, _WORKER_FRAME.sub("", stack))
-
-    def _make_failure(self, kind: str, what: str, rest: str, traceback: str, **more: Any) -> Failure:
-        """Create the failure, whose summary contains worker and phase."""
-        when = f" in {self.phase}" if self.phase and kind != "start" else ""
-        summary = f"{self.label} {self.worker} of {self.count} {what}{when}{rest}"
-        return Failure(self.worker, kind, self.phase, summary, what, rest, traceback, **more)
+    also_late = f" (nor did {', '.join(map(str, others))})" if others else ""
+    rest = f"{also_late}; it is in:"
+    if others is None:
+        rest = f", but no {label} hangs: all wait for a command, so the parent used the time; it is in:"
+    elif not hasattr(signal, "SIGUSR1"):
+        rest = " (or another one: Windows does not report where they are)" if others else ""
+    elif not stack:
+        state = "does not even react to signals" if report.progress else "is still being started"
+        rest = f"{also_late}; it {state}"
+    what = f"did not answer within {seconds:g} s"
+    return Failure(worker, "timeout", what, rest, _WORKER_FRAME.sub("", stack))
 
 
 def require_same_process(owner: int) -> None:
-    """Reject calls from a forked process.
+    """Reject calls from a process that was forked from the owner, whose answers it would read.
 
-    A forked process would read the answers that workers send to the process that started them.
-
-    :param owner: number of the process that started the workers
     :raises InvalidArgumentError: If this is another process.
     """
     if os.getpid() != owner:
@@ -161,7 +128,6 @@ def require_same_process(owner: int) -> None:
 
 
 def _signal_name(number: int) -> str:
-    """Return the name of a signal, such as ``"SIGKILL"``."""
     try:
         return signal.Signals(number).name
     except ValueError:  # most real-time signals have no name

@@ -12,8 +12,6 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["create_process_group", "kill_descendants", "kill_group", "kill_process_trees"]
-
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 # Number of listings, because a process may fork while the processes are listed.
 _ROUNDS = 3
@@ -31,11 +29,7 @@ def create_process_group() -> None:
 
 
 def kill_process_trees(living: Collection[int], ended: Collection[int] = ()) -> None:
-    """Kill group leaders, and the processes started by them and by leaders that have ended.
-
-    :param living: process numbers of leaders that were not waited for
-    :param ended: process numbers of leaders that have ended
-    """
+    """Kill group leaders, and the processes started by them and by leaders that have ended."""
     leaders = {*living, *ended}
     found = {*living, *_find_members(leaders)}
     for _ in range(_ROUNDS):
@@ -59,7 +53,6 @@ def kill_descendants() -> None:
 
 
 def _kill(pids: Collection[int]) -> None:
-    """Kill processes, ignoring those that have ended."""
     for pid in pids:
         with suppress(OSError):  # the process has ended, or belongs to another user
             os.kill(pid, _KILL)

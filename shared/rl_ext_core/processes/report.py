@@ -27,7 +27,7 @@ from rl_ext_core._system import new_memory_file, read_at
 PAGE = 4096
 # Offsets in the page of single bytes, which a killed process cannot leave half-written: the progress, whether the
 # worker has exit callbacks, was asked to end, and has reported an exception.
-_PROGRESS, _NEEDS_CLOSE, _END_REQUESTED, _RAISED = range(4)
+PROGRESS, NEEDS_CLOSE, END_REQUESTED, RAISED = range(4)
 _MARK = b"\0report\0"
 _TEXT_LIMIT = 100_000
 _PICKLE_LIMIT = 1_000_000
@@ -101,30 +101,27 @@ class ExceptionRecord:
 
 
 class WorkerReport:
-    """The parent's end of a report."""
+    """Report of a worker, which maps it, as its parent does.
 
-    def __init__(self) -> None:
-        self.fd, _ = new_memory_file("rl_ext_core-report")
-        try:
+    :param fd: file descriptor of the report in the worker; default: a new report
+
+    :ivar page: first page, whose bytes at :data:`NEEDS_CLOSE`, :data:`END_REQUESTED` and :data:`RAISED` are 0 or 1
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = new_memory_file("rl_ext_core-report")[0] if fd is None else fd
+        if fd is None:
+            # Unlike __del__, it is not called after the interpreter has cleared the globals of modules.
+            weakref.finalize(self, os.close, self.fd).atexit = False
             os.ftruncate(self.fd, PAGE)
-            self._page = mmap.mmap(self.fd, PAGE)
-            # The worker appends here, because both processes share the file offset.
-            os.lseek(self.fd, PAGE, os.SEEK_SET)
-        except BaseException:
-            os.close(self.fd)
-            raise
-        # Unlike __del__, it is not called after the interpreter has cleared the globals of modules.
-        weakref.finalize(self, os.close, self.fd).atexit = False
+        self.page = mmap.mmap(self.fd, PAGE)
+        # The worker appends here, because both processes share the file offset. Windows' mmap changes it.
+        os.lseek(self.fd, 0, os.SEEK_END)
 
     @property
     def progress(self) -> Progress:
         """Stage that the worker has reached."""
-        return Progress(self._page[_PROGRESS])
-
-    @property
-    def has_raised(self) -> bool:
-        """Whether the worker has reported an exception, after which it ends."""
-        return bool(self._page[_RAISED])
+        return Progress(self.page[PROGRESS])
 
     @property
     def exception_record(self) -> ExceptionRecord | None:
@@ -145,49 +142,19 @@ class WorkerReport:
         """Return the size of the report in bytes."""
         return os.fstat(self.fd).st_size
 
-    def request_end(self) -> bool:
-        """Mark the worker as asked to end, and return whether it has exit callbacks."""
-        self._page[_END_REQUESTED] = 1
-        return bool(self._page[_NEEDS_CLOSE])
-
-    def _read(self, start: int) -> bytes:
-        """Return the bytes of the report from a position to its end."""
-        return read_at(self.fd, self.size() - start, start)
-
-
-class ReportWriter:
-    """The worker's end of a report."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._page = mmap.mmap(fd, PAGE)
-        os.lseek(fd, 0, os.SEEK_END)  # Windows' mmap changes the offset
-
-    def set_progress(self, progress: Progress) -> None:
-        """Record the stage that the worker has reached."""
-        self._page[_PROGRESS] = progress
-
-    def is_end_requested(self) -> bool:
-        """Return whether the parent has asked this worker to end.
-
-        The signal alone is not enough, because other processes may send it.
-        """
-        return bool(self._page[_END_REQUESTED])
-
-    def mark_needs_close(self) -> None:
-        """Record that this worker has exit callbacks."""
-        self._page[_NEEDS_CLOSE] = 1
-
     def write_exception(self, error: BaseException) -> bool:
         """Report an exception that ends this worker; return whether it was written."""
         try:
             rest = memoryview(_MARK + pickle.dumps(ExceptionRecord.from_exception(error)))
             while rest:
                 rest = rest[os.write(self.fd, rest) :]
-            self._page[_RAISED] = 1
+            self.page[RAISED] = 1
         except Exception:  # out of memory or space: multiprocessing prints the exception instead
             return False
         return True
+
+    def _read(self, start: int) -> bytes:
+        return read_at(self.fd, self.size() - start, start)
 
 
 def _summarize(error: BaseException) -> str:
@@ -200,7 +167,6 @@ def _summarize(error: BaseException) -> str:
 
 
 def _shorten(text: str, limit: int) -> str:
-    """Cut the middle out of a long text."""
     if len(text) <= limit:
         return text
     head = limit // 4
@@ -224,7 +190,6 @@ class _LoadedModulesUnpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return a class of a loaded module; raise for other modules."""
         if module not in sys.modules:
             raise pickle.UnpicklingError(f"{module} is not loaded")
         return super().find_class(module, name)

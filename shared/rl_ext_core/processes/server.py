@@ -28,17 +28,6 @@ from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core._system import after_fork, set_variables
 from rl_ext_core.processes.process_groups import create_process_group
 
-__all__ = [
-    "GROUP_SIGNALS",
-    "UnusableError",
-    "block_signals",
-    "import_modules",
-    "prepare",
-    "reset_signals",
-    "start_process",
-    "stop_server",
-]
-
 _SERVER_GONE = (ChildProcessError, ConnectionError, EOFError, FileNotFoundError)
 _POLL_S = 0.05
 _UNHANDLED = {getattr(signal, f"SIG{name}", None) for name in ("KILL", "STOP")}
@@ -222,7 +211,6 @@ def reset_signals() -> None:
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """Do nothing, as the handler of a signal."""
     pass
 
 
@@ -235,7 +223,6 @@ def _has_ended(pid: int | None) -> bool:
 
 
 def _end_server() -> None:
-    """End the fork server of this process, if there is one."""
     global _server
     server, _server = _server, None
     if server is not None:
@@ -250,11 +237,7 @@ def stop_server() -> None:
 
 
 def prepare(modules: Sequence[str], variables: Mapping[str, str | None]) -> None:
-    """Set up a new fork server: its process group, variables and preloaded modules.
-
-    :param modules: names of modules to import
-    :param variables: environment variables to set; None unsets
-    """
+    """Set up a new fork server: its process group, variables and preloaded modules."""
     create_process_group()
     reset_signals()
     set_variables(variables)
@@ -269,11 +252,9 @@ def prepare(modules: Sequence[str], variables: Mapping[str, str | None]) -> None
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import modules before workers are forked from this process. Modules that cannot be imported are skipped.
+    """Import modules before workers are forked from this process.
 
-    The worker that imports such a module reports the error.
-
-    :param names: names of the modules
+    A module that cannot be imported is skipped. The worker that imports it reports the error.
     """
     for name in names:
         try:

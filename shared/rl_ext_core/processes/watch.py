@@ -10,21 +10,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import connection, util
 from multiprocessing.process import BaseProcess
-from types import TracebackType
+from textwrap import indent
+from typing import NamedTuple
 
 from rl_ext_core import _system
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import InvalidTypeError, WorkerError
 from rl_ext_core.processes.context import Worker, kill_workers
-from rl_ext_core.processes.failures import FailedWorker, Failure, is_idle
+from rl_ext_core.processes.failures import Failure, describe_exit, describe_timeout, is_idle
 from rl_ext_core.processes.process_groups import kill_group
-from rl_ext_core.processes.report import Progress
+from rl_ext_core.processes.report import END_REQUESTED, NEEDS_CLOSE, RAISED, Progress
 from rl_ext_core.processes.worker import CLOSE_S, END_SIGNAL
-
-__all__ = ["Watch"]
 
 _log = logging.getLogger("rl_ext_core.processes")
 
@@ -42,6 +42,12 @@ _TICK_S = 0.05
 _PIPE_ERRORS = (EOFError, ConnectionError)
 # The finalizer has to run before multiprocessing joins its children, which would wait for them forever.
 _EXIT_PRIORITY = 100
+
+
+class _Operation(NamedTuple):
+    name: str
+    timeout: float | None
+    deadline: float | None
 
 
 class Watch:
@@ -96,6 +102,7 @@ class Watch:
             self._workers.append(process)
         self._on_failure, self._label, self._idle_in = on_failure, label, tuple(idle_in)
         self._current_operation: _Operation | None = None
+        self._failed_operation: _Operation | None = None
         self.is_closing = self.is_killed = self._stopping = False
         self.owner = os.getpid()
         self._workers_ended = threading.Event()
@@ -107,7 +114,8 @@ class Watch:
             self._exit_finalizer.cancel()
             raise
 
-    def operation(self, name: str, timeout: float | None = None) -> _Operation:
+    @contextmanager
+    def operation(self, name: str, timeout: float | None = None) -> Iterator[None]:
         """Return a context manager for a call that waits for workers.
 
         If a worker has failed before, the ``with`` block does not run. If the block raises an Exception and a worker
@@ -119,7 +127,19 @@ class Watch:
         :return: the context manager
         :raises WorkerError: If a worker has failed.
         """
-        return _Operation(self, name, timeout)
+        self._raise_failure()
+        if self._current_operation is not None:
+            yield
+            return
+        try:
+            deadline = None if timeout is None else time.monotonic() + timeout
+            self._current_operation = _Operation(name, timeout, deadline)
+            yield
+        except Exception as error:
+            self._raise_if_failed(error)
+            raise
+        finally:
+            self._current_operation = None
 
     def expect_exit(self) -> None:
         """Expect the workers to end with exit code 0 from now on, which is not a failure."""
@@ -148,7 +168,6 @@ class Watch:
         self._exit_finalizer.cancel()
 
     def _end_at_exit(self) -> None:
-        """Kill the workers and end the thread, when the interpreter exits."""
         self.kill()
         # Later in the interpreter's exit, the thread does not run and cannot be joined.
         self.stop()
@@ -185,8 +204,8 @@ class Watch:
             return
         kill_workers([*unexpected.values()])
         number = min(unexpected, key=lambda number: (*_rank(unexpected[number]), number))
-        popen = unexpected[number].popen
-        self._set_failure(self._failed_worker(number).describe_exit(popen.returncode, popen.unknown_reason))
+        report, popen = unexpected[number].report, unexpected[number].popen
+        self._set_failure(describe_exit(number, report, popen.returncode, popen.unknown_reason))
 
     def _ended_normally(self, worker: Worker) -> bool:
         """Return whether a worker ended because it was expected to."""
@@ -194,7 +213,6 @@ class Watch:
         return self.is_closing and (worker.exitcode == 0 or bool(worker.popen.unknown_reason))
 
     def _check_time_limit(self) -> None:
-        """Set the failure if the current operation exceeds its time limit."""
         operation = self._current_operation
         if operation is None or operation.deadline is None or time.monotonic() < operation.deadline:
             return
@@ -202,11 +220,9 @@ class Watch:
         if self._current_operation is not operation or not stacks:
             return  # the operation has ended after its time limit
         busy = [worker for worker, stack in stacks.items() if not is_idle(stack, self._idle_in)]
-        worker, *others = busy or stacks
-        seconds = operation.timeout or 0.0
-        self._set_failure(
-            self._failed_worker(worker).describe_timeout(seconds, stacks[worker], others if busy else None)
-        )
+        number, *others = busy or stacks
+        report, late = self._workers[number].report, others if busy else None
+        self._set_failure(describe_timeout(number, report, operation.timeout or 0.0, stacks[number], late, self._label))
 
     def _request_stacks(self) -> dict[int, str]:
         """Return the stacks of workers, after all have written them or a time limit."""
@@ -224,7 +240,7 @@ class Watch:
         return {number: self._workers[number].report.text(since) for number, since in sizes.items()}
 
     def _set_failure(self, failure: Failure) -> None:
-        """Store the failure, end all workers, and call ``on_failure``."""
+        self._failed_operation = self._current_operation
         self.failure = failure
         self._end_workers()
         self._workers_ended.set()
@@ -239,18 +255,15 @@ class Watch:
         living = [worker for worker in self._workers if _is_alive(worker)]
         if not living:
             return
-        closing = [worker for worker in living if worker.report.request_end()] if END_SIGNAL is not None else []
-        for worker in closing:
-            worker.send_signal(END_SIGNAL)
+        closing = []
+        for worker in living if END_SIGNAL is not None else ():
+            worker.report.page[END_REQUESTED] = 1
+            if worker.report.page[NEEDS_CLOSE]:
+                worker.send_signal(END_SIGNAL)
+                closing.append(worker)
         _wait_until_ended(closing, CLOSE_S)
         kill_workers(living)
         _wait_until_ended(living, _REAP_S)
-
-    def _failed_worker(self, number: int) -> FailedWorker:
-        """Return a worker with the data that describe its failure."""
-        operation = self._current_operation
-        phase, report = operation.name if operation else None, self._workers[number].report
-        return FailedWorker(number, len(self._workers), self._label, phase, report)
 
     def _raise_if_failed(self, error: Exception) -> None:
         """Raise the workers' failure if it may have caused this exception."""
@@ -261,48 +274,21 @@ class Watch:
         self._raise_failure()
 
     def _is_failing(self, worker: Worker) -> bool:
-        """Return whether a worker has raised an exception or ended unexpectedly."""
-        return worker.report.has_raised or (worker.exitcode is not None and not self._ended_normally(worker))
+        return bool(worker.report.page[RAISED]) or (worker.exitcode is not None and not self._ended_normally(worker))
 
     def _raise_failure(self) -> None:
-        """Raise the failure of the workers, if there is one."""
-        if self.failure is not None:
-            # After the error, no worker runs.
-            self._workers_ended.wait()
-            raise self.failure.to_error() from self.failure.exception
-
-
-class _Operation:
-    """Context manager for a call that waits for workers; raises their failure."""
-
-    __slots__ = ("_watch", "deadline", "name", "timeout")
-
-    def __init__(self, watch: Watch, name: str, timeout: float | None) -> None:
-        self._watch = watch
-        self.name = name
-        self.timeout = timeout
-        self.deadline: float | None = None
-
-    def __enter__(self) -> None:
-        watch = self._watch
-        if watch.failure is not None:
-            watch._raise_failure()
-        if watch._current_operation is None:
-            if self.timeout is not None:
-                self.deadline = time.monotonic() + self.timeout
-            watch._current_operation = self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        watch = self._watch
-        if watch._current_operation is not self:
+        failure, operation = self.failure, self._failed_operation
+        if failure is None:
             return
-        try:
-            if isinstance(error, Exception):
-                watch._raise_if_failed(error)
-        finally:
-            watch._current_operation = None
+        phase = None if operation is None else operation.name
+        self._workers_ended.wait()  # after the error, no worker runs
+        when = f" in {phase}" if phase and failure.kind != "start" else ""
+        text = f"{self._label} {failure.worker} of {len(self._workers)} {failure.what}{when}{failure.rest}"
+        if failure.traceback:
+            text += "\n" + indent(failure.traceback.rstrip("\n"), "    ")
+        worker, kind, code, traceback = failure.worker, failure.kind, failure.exitcode, failure.traceback
+        error = WorkerError(text, worker=worker, kind=kind, phase=phase, exitcode=code, traceback=traceback)
+        raise error from failure.exception
 
 
 def _rank(worker: Worker) -> tuple[int, float]:
@@ -317,7 +303,6 @@ def _rank(worker: Worker) -> tuple[int, float]:
 
 
 def _kill_groups(dead: Iterable[Worker]) -> None:
-    """Kill processes that ended workers have left running."""
     for worker in dead:
         kill_group(worker.pid or 0)
 
@@ -332,7 +317,6 @@ def _is_alive(worker: Worker) -> bool:
 
 
 def _wait_until_ended(workers: Sequence[Worker], seconds: float) -> None:
-    """Wait until workers have ended, or a time limit in seconds."""
     end = time.monotonic() + seconds
     while any(map(_is_alive, workers)) and time.monotonic() < end:
         time.sleep(0.002)

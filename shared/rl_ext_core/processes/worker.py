@@ -19,17 +19,8 @@ from typing import Any, NoReturn
 
 from rl_ext_core._system import after_fork
 from rl_ext_core.processes.process_groups import create_process_group, kill_descendants, kill_group
-from rl_ext_core.processes.report import Progress, ReportWriter
+from rl_ext_core.processes.report import END_REQUESTED, NEEDS_CLOSE, PROGRESS, Progress, WorkerReport
 from rl_ext_core.processes.server import reset_signals
-
-__all__ = [
-    "CLOSE_S",
-    "END_SIGNAL",
-    "WorkerStart",
-    "finish_worker",
-    "import_main",
-    "on_abnormal_exit",
-]
 
 # Time limit in seconds of all exit callbacks together.
 CLOSE_S = 3.0
@@ -39,7 +30,7 @@ _EXIT_GRACE_S = 0.25
 END_SIGNAL: Any = getattr(signal, "SIGUSR2", None)
 _STACK_SIGNAL: Any = getattr(signal, "SIGUSR1", None)
 
-_writer: ReportWriter | None = None
+_writer: WorkerReport | None = None
 # Location of the parent's main module; empty once the module is imported.
 _main: dict[str, Any] = {}
 _is_ending = _has_returned = False
@@ -60,14 +51,11 @@ def on_abnormal_exit(close: Callable[[], object]) -> None:
     """
     if _writer is not None:
         _exit_callbacks.append(close)
-        _writer.mark_needs_close()
+        _writer.page[NEEDS_CLOSE] = 1
 
 
 def import_main() -> bool:
-    """Import the parent's main module into this worker, if the worker has not imported it yet.
-
-    :return: whether this call imported it
-    """
+    """Import the parent's main module into this worker; return False if that was done before."""
     data = dict(_main)
     _main.clear()
     if not data:
@@ -111,10 +99,10 @@ class WorkerStart:
             _main.update(self.main)
             if self.needs_main:
                 import_main()
-            _writer.set_progress(Progress.UNPICKLING)
+            _writer.page[PROGRESS] = Progress.UNPICKLING
             packed = self.function
             function, args, kwargs = pickle.loads(packed) if isinstance(packed, bytes) else packed
-            _writer.set_progress(Progress.RUNNING)
+            _writer.page[PROGRESS] = Progress.RUNNING
             if function is not None:
                 function(*args, **kwargs)
             _has_returned = True  # later requests to end are ignored
@@ -133,7 +121,7 @@ class WorkerStart:
         os.environ.update(self.environ)
         os.set_inheritable(self.report, False)
         _exit_callbacks.clear()
-        _writer = ReportWriter(self.report)
+        _writer = WorkerReport(self.report)
         # faulthandler writes fatal signals, and stacks on the parent's request, to the descriptor from C.
         faulthandler.enable(file=self.report, all_threads=True)
         if _STACK_SIGNAL is not None:
@@ -141,7 +129,7 @@ class WorkerStart:
         if self.lifeline is not None:
             os.set_inheritable(self.lifeline, False)
             _die_with_parent(self.lifeline)
-        _writer.set_progress(Progress.IMPORTING)
+        _writer.page[PROGRESS] = Progress.IMPORTING
         _end_if_requested()  # the request may have come before the signal was handled
 
 
@@ -184,9 +172,6 @@ def finish_worker(code: int, *, spawned: bool) -> int:
     """End a worker that has reported a failure; for other workers, return the exit code.
 
     It skips the interpreter's finalization, which may take half a second with large libraries.
-
-    :param code: exit code of the worker
-    :param spawned: whether the worker was spawned
     """
     if _is_ending:
         if spawned:  # a forked worker has the exit handlers of the process that it was forked from
@@ -197,7 +182,8 @@ def finish_worker(code: int, *, spawned: bool) -> int:
 
 def _end_if_requested(number: int = 0, frame: object = None) -> None:
     """Raise the exception that ends this worker, if the parent has asked for that."""
-    if _writer is not None and not (_is_ending or _has_returned) and _writer.is_end_requested():
+    # The signal alone is not enough, because other processes may send it.
+    if _writer is not None and not (_is_ending or _has_returned) and _writer.page[END_REQUESTED]:
         raise _EndRequestedError(1)
 
 

@@ -30,8 +30,6 @@ import numpy as np
 
 from rl_ext_core.recording.generators import restore_generator, state_of_generator
 
-__all__ = ["Digests", "Value", "differing", "digests_of", "read_attributes", "read_values", "write_values"]
-
 _MAX_BYTES = 1 << 24  # of an array or tensor that is copied
 _MAX_PARTS = 20_000  # of a value that is copied, and of an object whose parts are read
 _LIBRARIES = {*sys.stdlib_module_names, "rich", "tqdm"}
@@ -97,7 +95,6 @@ def _names_of(cls: type) -> list[str]:
 
 
 def _instance_attributes(owner: Any) -> dict[str, Any]:
-    """Return the attributes in the dict and in the slots of an object."""
     found = dict(getattr(owner, "__dict__", None) or {})
     for base in type(owner).__mro__:
         slots = [name for name, member in vars(base).items() if type(member) is types.MemberDescriptorType]
@@ -105,17 +102,11 @@ def _instance_attributes(owner: Any) -> dict[str, Any]:
     return found
 
 
-def read_values(attributes: dict[str, Any], links: Iterable[Any] = ()) -> dict[str, Value]:
-    """Return copies of the values in attributes, by path.
+def read_values(attributes: dict[str, Any], links: Iterable[Any]) -> tuple[dict[str, Value], dict[str, Any]]:
+    """Return copies of the values in attributes, and the objects themselves, by path.
 
-    :param attributes: values by name
     :param links: objects that are not read, because they have a state of their own or none
     """
-    return _walk(attributes, links)[0]
-
-
-def _walk(attributes: dict[str, Any], links: Iterable[Any]) -> tuple[dict[str, Value], dict[str, Any]]:
-    """Return copies of the values in attributes, and the objects themselves, by path."""
     seen = {id(link) for link in links}
     values: dict[str, Value] = {}
     present: dict[str, Any] = {}
@@ -152,7 +143,6 @@ def _walk(attributes: dict[str, Any], links: Iterable[Any]) -> tuple[dict[str, V
 
 
 def _classify(value: Any) -> tuple[str, Any]:
-    """Return the kind and the content of a value."""
     cls, torch = type(value), sys.modules.get("torch")
     if isinstance(value, enum.Enum):
         return "enum", value.name
@@ -220,10 +210,7 @@ def _keeps_state_in_attributes(cls: Any) -> bool:
 
 
 def _is_plain(value: Any, budget: list[int]) -> bool:
-    """Whether a value consists of numbers, texts, arrays, and lists, tuples, sets and dicts of them.
-
-    :param budget: number of parts that may be read
-    """
+    """Whether a value consists of at most ``budget[0]`` numbers, texts, arrays and containers."""
     kind: Any = type(value)
     if kind is np.ndarray:
         return not value.dtype.hasobject and value.nbytes <= _MAX_BYTES
@@ -280,21 +267,15 @@ def _canonical(value: Any) -> Any:
 # -- writing
 
 
-def write_values(
-    owner: Any, saved: dict[str, Value], links: Iterable[Any] = (), *, kept: Collection[str] = ()
-) -> set[str]:
-    """Set the values of an object that differ from saved ones.
+def write_values(owner: Any, saved: dict[str, Value], links: Iterable[Any], *, kept: Collection[str]) -> set[str]:
+    """Set the values of an object that differ from saved ones, except those at the paths ``kept``.
 
-    :param owner: the object
-    :param saved: result of :func:`read_values`
-    :param links: as for :func:`read_values`
-    :param kept: paths of values that stay as they are
     :return: paths of values that still differ
     """
     names, links = {value.key for value in saved.values() if not value.parent}, list(links)
 
     def read() -> tuple[dict[str, Value], dict[str, Any]]:
-        return _walk({name: value for name, value in _instance_attributes(owner).items() if name in names}, links)
+        return read_values({name: value for name, value in _instance_attributes(owner).items() if name in names}, links)
 
     (values, present), expected = read(), digests_of(saved)
     present[""] = owner
@@ -313,7 +294,6 @@ def write_values(
 
 
 def _write(parent: Any, saved: Value, present: Any) -> None:
-    """Set a value in its parent, or fill the present one."""
     content = copy.deepcopy(saved.content)
     if saved.kind == "enum":
         content = type(present)[content]

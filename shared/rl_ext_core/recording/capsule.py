@@ -17,31 +17,14 @@ import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 import numpy as np
 
 from rl_ext_core import _pickle
-from rl_ext_core.errors import (
-    CorruptFileError,
-    EnvironmentOutputError,
-    InvalidArgumentError,
-    StorageError,
-    WorkerError,
-)
+from rl_ext_core.errors import CorruptFileError, EnvironmentOutputError, InvalidArgumentError, StorageError, WorkerError
 from rl_ext_core.recording.episode_log import EpisodeLog, pickle_value
-
-__all__ = [
-    "MAX_CAPSULES",
-    "Capsule",
-    "RecordedFailure",
-    "current_versions",
-    "read_capsule",
-    "record_crash",
-    "record_exception",
-    "write_actions",
-    "write_capsule",
-]
 
 _log = logging.getLogger("rl_ext_core.recording")
 
@@ -84,24 +67,17 @@ class RecordedFailure:
     def from_error(cls, error: BaseException) -> RecordedFailure:
         """Describe the failure of a worker, or an exception of an environment in this process."""
         if isinstance(error, WorkerError):
-            name = type(error.__cause__).__name__ if error.__cause__ is not None else _raised_class(error.traceback)
-            kind, phase, exitcode, traceback = error.kind, error.phase, error.exitcode, error.traceback
-            is_output_error = isinstance(error.__cause__, EnvironmentOutputError)
+            found, cause = error, error.__cause__
         else:
-            import traceback as formatter
-
-            name, kind, phase, exitcode = type(error).__name__, "exception", None, None
-            traceback = "".join(formatter.format_exception(error))
-            is_output_error = isinstance(error, EnvironmentOutputError)
-        kind = "observation" if is_output_error else kind
+            found, cause = WorkerError("", kind="exception", traceback="".join(format_exception(error))), error
+        name = _raised_class(found.traceback) if cause is None else type(cause).__name__
+        kind = "observation" if isinstance(cause, EnvironmentOutputError) else found.kind
         summary = (str(error) or name).splitlines()[0].rstrip(":")
-        return cls(
-            kind, summary, phase, exitcode, traceback, name if kind in ("exception", "observation", "exit") else ""
-        )
+        exception = name if kind in ("exception", "observation", "exit") else ""
+        return cls(kind, summary, found.phase, found.exitcode, found.traceback, exception)
 
 
 def _raised_class(traceback: str) -> str:
-    """Return the name of the exception class in a formatted traceback; empty if there is none."""
     found = re.findall(r"^([A-Za-z_][\w.]*)(?::|$)", traceback, re.MULTILINE)
     return found[-1].rpartition(".")[2] if found else ""
 
@@ -142,11 +118,7 @@ class Capsule:
 
 
 def record_crash(recorder: bool | str | os.PathLike[str], **contents: Any) -> str:
-    """Write a capsule, and return a sentence with the command that repeats the failure.
-
-    :param recorder: folder of the capsules; True for the working directory
-    :param contents: arguments of :func:`write_capsule`
-    """
+    """Write a capsule, and return a sentence with the command that repeats the failure."""
     folder = CRASH_FOLDER if isinstance(recorder, bool) else recorder
     try:
         return f"The episode is recorded. To repeat the failure, run: rl-ext replay {write_capsule(folder, **contents)}"
@@ -166,9 +138,8 @@ def record_exception(
     """Write a capsule of an exception in this process, and add the command that repeats it as a note.
 
     Python 3.10 has no notes, so the command is logged there. The first three arguments are those that
-    :class:`~rl_ext_core.recording.EpisodeRecorder` passes to ``on_failure``, the others those of :func:`write_capsule`.
+    :class:`~rl_ext_core.recording.EpisodeRecorder` passes to ``on_failure``.
 
-    :param recorder: folder of the capsules; True for the working directory
     :param build_factories: returns the factories of all environments, or raises if they cannot be copied
     """
     try:
@@ -192,15 +163,11 @@ def write_capsule(
     environment: int,
     step_timeout: float | None = None,
 ) -> Path:
-    """Write a capsule ``crash-<time>-<number>.rlx``.
+    """Write a capsule ``crash-<time>-<number>.rlx``, and return its path.
 
     :param folder: folder of the capsules, which is created if necessary
     :param factory: :class:`~rl_ext_core.factory.EnvFactory` that built the environment; None if there is none
-    :param log: log of its episode
-    :param failure: the failure
-    :param environment: number of the environment
     :param step_timeout: time limit of a step in seconds; default: none
-    :return: path of the file
     :raises StorageError: If the folder already contains :data:`MAX_CAPSULES`, or cannot be written.
     :raises InvalidArgumentError: If the log contains other objects than plain values and arrays.
     """
@@ -234,31 +201,25 @@ def write_capsule(
     with contextlib.suppress(Exception):  # an object in the factory, whose code may raise anything
         code = {} if factory is None else {_FACTORY: _pickle.dumps(factory)}
     entries = {_ABOUT: json.dumps({**about, "executable code": [*code]}, indent=2), _LOG: packed, **code}
-    name = f"crash-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{environment}"
-    temporary = folder / f".{name}.{os.getpid()}.tmp"
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for entry, data in entries.items():
+            archive.writestr(entry, data)
+    name, number = f"crash-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{environment}", 1
+    path = folder / f"{name}.rlx"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-            for entry, data in entries.items():
-                archive.writestr(entry, data)
-        path, count = folder / f"{name}.rlx", 1
         while path.exists():
-            count += 1
-            path = folder / f"{name}-{count}.rlx"
-        os.replace(temporary, path)
+            number += 1
+            path = folder / f"{name}-{number}.rlx"
+        path.write_bytes(file.getvalue())
     except OSError as error:
         raise StorageError(f'{where!r} cannot be written: {error}. Pass another folder: recorder="crashes"') from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
     return path
 
 
 def current_versions(modules: Any = ()) -> dict[str, str]:
-    """Return the versions of Python, of the platform, and of packages that are loaded.
-
-    :param modules: names of further modules
-    """
+    """Return the versions of Python, of the platform, and of packages that are loaded."""
     names = {name.partition(".")[0] for name in (*_PACKAGES, *modules)} & sys.modules.keys()
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name in sorted(names - versions.keys()):
@@ -280,23 +241,21 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
         )
     try:
         with zipfile.ZipFile(path) as archive:
-            names = set(archive.namelist())
-            about, packed = json.loads(archive.read(_ABOUT)), archive.read(_LOG)
-            factory_pickle = archive.read(_FACTORY) if _FACTORY in names else None
-        if (found := about.pop("format")) != _FORMAT:
-            raise CorruptFileError(
-                f"{str(path)!r} has format {found}; expected {_FORMAT}. Use the version of rl-ext that wrote it"
-            )
-        del about["executable code"]
-        log = EpisodeLog(*_PlainUnpickler(io.BytesIO(packed)).load())
-        return Capsule(RecordedFailure(**about.pop("failure")), log=log, factory_pickle=factory_pickle, **about)
-    except CorruptFileError:
-        raise
+            entries = {name: archive.read(name) for name in archive.namelist()}
+        about = json.loads(entries[_ABOUT])
+        if (found := about.pop("format")) == _FORMAT:
+            del about["executable code"]
+            log = EpisodeLog(*_PlainUnpickler(io.BytesIO(entries[_LOG])).load())
+            failure = RecordedFailure(**about.pop("failure"))
+            return Capsule(failure, log=log, factory_pickle=entries.get(_FACTORY), **about)
     except Exception as error:  # damaged bytes may raise anything
         raise CorruptFileError(
             f"{str(path)!r} is not a complete capsule ({type(error).__name__}: {error}); expected a file that a "
             "recorder wrote. Copy it again"
         ) from error
+    raise CorruptFileError(
+        f"{str(path)!r} has format {found}; expected {_FORMAT}. Use the version of rl-ext that wrote it"
+    )
 
 
 def write_actions(path: Path, log: EpisodeLog) -> list[str]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import io
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -11,18 +14,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-__all__ = [
-    "Generators",
-    "Snapshot",
-    "global_states",
-    "layers_of",
-    "read_snapshot",
-    "restore_generator",
-    "restore_global_states",
-]
-
-# The emulator of Atari has a generator of its own, for sticky actions, which only its whole state includes.
-_EMULATOR = "ale"
 _MAX_STATISTICS_BYTES = 4096  # larger ones would take a noticeable part of a reset
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 # Attributes in which environments store generators and spaces. Reading vars(layer) instead would slow down each later
@@ -30,12 +21,11 @@ _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 _NAMES = (
     *("_np_random", "np_random", "rng", "_rng", "np_rng", "prng", "random", "_random", "random_state", "_random_state"),
     *("random_generator", "_random_generator", "generator", "_generator"),
+    "ale",
     *("_action_space", "_observation_space", "action_space", "observation_space", "_obs_space"),
     # Not generators: the statistics of NormalizeObservation and NormalizeReward, which results depend on, too.
     *("obs_rms", "return_rms", "discounted_reward"),
 )
-# States by place, or places and the memory of their generators.
-Snapshot = dict[tuple[int, str], Any] | tuple[tuple[tuple[int, str], ...], bytes]
 _STATE_BYTES = 40  # state and increment of PCG64, 128 bits each, and has_uint32 and uinteger, 32 bits each
 
 
@@ -49,10 +39,7 @@ def layers_of(env: Any) -> list[Any]:
 
 
 def global_states(environment: Any = None) -> tuple[Any, ...]:
-    """Return the states of the global generators of Python, NumPy and torch; None for torch if it is not imported.
-
-    :param environment: not used; an environment in whose worker this is called
-    """
+    """Return the states of the global generators of Python, NumPy and torch, if it is imported."""
     torch = sys.modules.get("torch")
     return random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()
 
@@ -73,56 +60,48 @@ class Generators:
 
     def __init__(self, layers: list[Any]) -> None:
         self._layers = layers
-        # Name of each generator, object that has it, and attribute.
-        self._places: list[tuple[tuple[int, str], Any, str]] | None = None
-        # Owner, attribute and generator of each place, and views of the generators' memory; None if it is not copied.
-        self._mapped: list[tuple[Any, str, Any]] | None = None
-        self._views: list[Any] | None = None
-        self._mapped_places: tuple[tuple[int, str], ...] = ()
-        self._emulators = [number for number, layer in enumerate(layers) if _is_atari(layer)]
+        # Owner, attribute and generator of each place; at first one that does not fit, so that a snapshot maps them.
+        self._mapped: list[tuple[Any, str, Any]] = [(self, "_layers", None)]
+        # Pickled places, and views of the generators' memory.
+        self._views: list[Any] = []
         self._life_layers = [layer for layer in layers if hasattr(layer, "was_real_done")]
 
     def states(self) -> dict[tuple[int, str], Any]:
         """Return the state of each generator, as plain data, by the number of the layer and the attribute."""
-        if self._places is None:
-            self._find_places()
-            assert self._places is not None
         states = {}
         for place, owner, name in self._places:
             generator = getattr(owner, name, None)
             if generator is None and name == "_np_random" and isinstance(owner, gymnasium.Env):
-                generator = _create_generator(owner)
+                created = getattr(owner, "np_random", None)  # otherwise the reset creates it from random numbers
+                generator = created if isinstance(created, np.random.Generator) else None
             if type(generator) is np.random.Generator:  # the usual case
                 states[place] = generator.bit_generator.state
             elif generator is not None:
                 states[place] = state_of_generator(generator)
-        for number in self._emulators:
-            states[number, _EMULATOR] = self._layers[number].ale.cloneState(include_rng=True).__getstate__()
         return states
 
-    def snapshot(self) -> Snapshot:
-        """Return the states in a form that takes less time, for :func:`read_snapshot`.
+    def snapshot(self) -> bytes:
+        """Return the states for :func:`read_snapshot`.
 
         The memory of NumPy's usual generators is copied. Reading their state takes ten times as long.
         """
-        if self._mapped is None:
-            self._map_memory()
-        for owner, name, generator in self._mapped or ():
+        for owner, name, generator in self._mapped:
             if getattr(owner, name, None) is not generator:
                 self._map_memory()
                 break
-        return self.states() if self._views is None else (self._mapped_places, b"".join(self._views))
+        return b"".join(self._views) if self._views else pickle.dumps(self.states())
 
     def _map_memory(self) -> None:
         """Map the memory of all generators, if each is of the usual kind and this version of NumPy stores it so."""
         states = self.states()
-        self._mapped, self._views = [], None
+        self._mapped, self._views = [], []
         if not all(type(state) is dict and state.get("bit_generator") == "PCG64" for state in states.values()):
             return
-        mapped = [(owner, name, getattr(owner, name, None)) for _, owner, name in self._places or ()]
+        mapped = [(owner, name, getattr(owner, name, None)) for _, owner, name in self._places]
         views = [view for _, _, generator in mapped if generator is not None for view in _views_of(generator)]
-        if read_snapshot((tuple(states), b"".join(views))) == states:
-            self._mapped, self._views, self._mapped_places = mapped, views, tuple(states)
+        views.insert(0, pickle.dumps(tuple(states)))
+        if read_snapshot(io.BytesIO(b"".join(views))) == states:
+            self._mapped, self._views = mapped, views
 
     def is_full_reset(self) -> bool:
         """Whether the next reset does not depend on earlier steps.
@@ -131,10 +110,11 @@ class Generators:
         """
         return not self._life_layers or all(layer.was_real_done for layer in self._life_layers)
 
-    def _find_places(self) -> None:
-        """Find the attributes that contain generators or spaces, or will contain a generator."""
+    @functools.cached_property
+    def _places(self) -> list[tuple[tuple[int, str], Any, str]]:
+        """Name, owner and attribute of each generator, also of those that are created later."""
         found: set[int] = set()
-        self._places = []
+        places: list[tuple[tuple[int, str], Any, str]] = []
         for number, layer in reversed(list(enumerate(self._layers))):  # a wrapper may return attributes of inner layers
             for name in _NAMES:
                 if name == "np_random" and isinstance(layer, gymnasium.Env):
@@ -143,23 +123,19 @@ class Generators:
                     continue  # the attribute of the innermost environment
                 value = getattr(layer, name, None)
                 if isinstance(value, gymnasium.Space) and id(value) not in found:
-                    self._places += [((number, place), space, "_np_random") for place, space in _spaces_in(value, name)]
+                    places += [((number, place), space, "_np_random") for place, space in _spaces_in(value, name)]
                 elif (value is None and name == "_np_random") or (
-                    id(value) not in found and (isinstance(value, _GENERATORS) or _is_statistics(value))
+                    id(value) not in found
+                    and (isinstance(value, _GENERATORS) or _is_statistics(value) or _is_emulator(value))
                 ):
-                    self._places.append(((number, name), layer, name))
+                    places.append(((number, name), layer, name))
                 found.add(id(value))
+        return places
 
     def restore(self, states: dict[tuple[int, str], Any]) -> None:
         """Set the generators to states of an environment that was built in the same way."""
         for (number, name), state in states.items():
             layer = self._layers[number]
-            if name == _EMULATOR and _is_atari(layer):
-                kind: Any = type(layer.ale.cloneState())
-                emulator_state = kind.__new__(kind)
-                emulator_state.__setstate__(state)
-                layer.ale.restoreState(emulator_state)
-                continue
             attribute, *path = name.split("/")
             owner: Any = getattr(layer, attribute, None)
             if isinstance(owner, gymnasium.Space):
@@ -171,20 +147,14 @@ class Generators:
                 setattr(layer, attribute, restore_generator(owner, state))
 
 
-def _create_generator(env: Any) -> Any:
-    """Create the generator of an environment, which its reset would create from the system's random numbers."""
-    generator = getattr(env, "np_random", None)
-    return generator if isinstance(generator, np.random.Generator) else None
-
-
-def read_snapshot(snapshot: Snapshot) -> dict[tuple[int, str], Any]:
-    """Return the state of each generator in a snapshot, as plain data, by the number of the layer and the attribute."""
-    if isinstance(snapshot, dict):
-        return snapshot
-    places, memory = snapshot
-    parts = [memory[start : start + _STATE_BYTES] for start in range(0, len(memory), _STATE_BYTES)]
+def read_snapshot(file: io.BytesIO) -> dict[tuple[int, str], Any]:
+    """Read the states of generators, by the number of the layer and the attribute."""
+    places = pickle.load(file)
+    if isinstance(places, dict):
+        return places
     states: dict[tuple[int, str], Any] = {}
-    for place, part in zip(places, parts, strict=True):
+    for place in places:
+        part = file.read(_STATE_BYTES)
         state, inc, has_uint32, uinteger = (
             int.from_bytes(part[slice(*span)], sys.byteorder) for span in ((0, 16), (16, 32), (32, 36), (36, 40))
         )
@@ -209,12 +179,13 @@ def _views_of(generator: np.random.Generator) -> tuple[Any, Any]:
     return (ctypes.c_char * 32).from_address(numbers), (ctypes.c_char * 8).from_address(rest)
 
 
-def _is_atari(layer: Any) -> bool:
-    return type(layer).__module__ == "ale_py.env"
-
-
 def _is_statistics(value: Any) -> bool:
     return type(value).__name__ == "RunningMeanStd" or type(value) is np.ndarray
+
+
+def _is_emulator(value: Any) -> bool:
+    """Whether this is Atari's emulator. Only its whole state includes the generator of sticky actions."""
+    return type(value).__module__.startswith("ale_py.") and hasattr(value, "cloneState")
 
 
 def state_of_generator(generator: Any) -> Any:
@@ -226,6 +197,8 @@ def state_of_generator(generator: Any) -> Any:
         return {"mean": mean, "var": var, "count": generator.count} if mean.nbytes <= _MAX_STATISTICS_BYTES else None
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
+    if _is_emulator(generator):
+        return generator.cloneState(include_rng=True).__getstate__()
     if isinstance(generator, random.SystemRandom):
         return None
     return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else generator.getstate()
@@ -235,7 +208,12 @@ def restore_generator(generator: Any, state: Any) -> Any:
     """Return a generator with a state: the present one if its kind fits, else a new one."""
     if state is None:
         return generator
-    if isinstance(state, np.ndarray):
+    if _is_emulator(generator):
+        kind: Any = type(generator.cloneState())
+        saved = kind.__new__(kind)
+        saved.__setstate__(state)
+        generator.restoreState(saved)
+    elif isinstance(state, np.ndarray):
         generator = state.copy()
     elif isinstance(state, tuple):
         generator = generator if isinstance(generator, random.Random) else random.Random()
@@ -255,7 +233,6 @@ def restore_generator(generator: Any, state: Any) -> Any:
 
 
 def _spaces_in(space: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield a space and the spaces in it, with their places as a path."""
     yield name, space
     parts = getattr(space, "spaces", ())
     for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):

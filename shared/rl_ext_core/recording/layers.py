@@ -29,18 +29,6 @@ from rl_ext_core.recording.attributes import (
 )
 from rl_ext_core.recording.generators import layers_of
 
-__all__ = [
-    "LayerState",
-    "describe_layers",
-    "layer_state",
-    "layer_states",
-    "record_construction",
-    "record_layer",
-    "restore_layer",
-    "restore_layers",
-    "unsaved_attributes",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class LayerState:
@@ -78,10 +66,7 @@ def layer_states(env: Any) -> list[LayerState]:
 
 
 def layer_state(layer: Any, links: Sequence[Any], description: str) -> LayerState:
-    """Return the state of an object.
-
-    :param links: objects that are not part of it
-    """
+    """Return the state of an object, without the objects in ``links``."""
     return LayerState(description, _read_layer(vars(layer), links), _construction(layer), _results_file(layer))
 
 
@@ -101,16 +86,12 @@ def _describe_layer(layer: Any) -> str:
     spec = None if isinstance(layer, gymnasium.Wrapper) else getattr(layer, "spec", None)
     if not isinstance(spec, gymnasium.envs.registration.EnvSpec):
         return name
-    arguments = [
-        f", {key}={_describe_argument(value)}" for key, value in spec.kwargs.items() if _is_compared(key, value)
-    ]
-    return f"{name} ({spec.id!r}{''.join(arguments)})"
-
-
-def _is_compared(name: str, value: Any) -> bool:
-    """Whether a resumed run must have the same argument of ``gymnasium.make``."""
-    is_path = isinstance(value, str) and os.path.isabs(value)  # which differs on another machine
-    return name != "render_mode" and not is_path
+    text = repr(spec.id)
+    for key, value in spec.kwargs.items():
+        is_path = isinstance(value, str) and os.path.isabs(value)  # which differs on another machine
+        if key != "render_mode" and not is_path:
+            text += f", {key}={_describe_argument(value)}"
+    return f"{name} ({text})"
 
 
 def _describe_argument(value: Any) -> str:
@@ -140,7 +121,6 @@ def record_layer(layer: Any, links: Sequence[Any]) -> None:
 
 
 def _construction(layer: Any) -> Digests | None:
-    """Return the checksums of a layer after its construction; None if they were not recorded."""
     try:
         return _constructions[layer]
     except (KeyError, TypeError):
@@ -148,7 +128,7 @@ def _construction(layer: Any) -> Digests | None:
 
 
 def _read_layer(attributes: dict[str, Any], links: Sequence[Any]) -> dict[str, Value]:
-    return read_values({name: value for name, value in attributes.items() if name not in _LINKS}, links)
+    return read_values({name: value for name, value in attributes.items() if name not in _LINKS}, links)[0]
 
 
 def restore_layers(env: Any, states: Sequence[LayerState]) -> list[str]:
@@ -210,19 +190,13 @@ def unsaved_attributes(states: Sequence[LayerState], *, opaque: bool = False) ->
 
 
 def _all_layers(env: Any) -> list[Any]:
-    """Return the wrappers of an environment, outermost first, and the environment.
-
-    Without recorders, and without adapters of another library's environments, which have ``is_adapter``.
-    """
+    """Return an environment's wrappers and itself, without recorders and adapters."""
     layers = layers_of(env)
     return [layer for layer in layers if not any(hasattr(type(layer), name) for name in ("episode_log", "is_adapter"))]
 
 
 def _results_file(monitor: Any) -> tuple[str, float] | None:
-    """Return the content of the file in which a monitor writes its episodes, and the origin of its times.
-
-    :return: None if it has no file
-    """
+    """Return the content of the file that a monitor writes, and the origin of its times."""
     file = _find_results_file(monitor)
     if file is None:
         return None

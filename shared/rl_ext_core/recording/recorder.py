@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import zlib
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium
-import numpy as np
 
 from rl_ext_core._values import copy_output
-from rl_ext_core.recording.episode_log import (
-    CALLS,
-    MAX_CHECKED_BYTES,
-    NOT_CHECKED,
-    RETURNED,
-    TERMINATED,
-    TRUNCATED,
-    EpisodeLog,
-    LogMemory,
-    Repetition,
-    observation_checksum,
-)
+from rl_ext_core.recording.episode_log import NOT_CHECKED, EpisodeLog, LogMemory, Repetition
 from rl_ext_core.recording.generators import Generators, layers_of
 from rl_ext_core.recording.layers import record_construction
 
-__all__ = ["RECORDED_CALLS", "EpisodeRecorder"]
-
 
 def _call_or_get(env: Any, data: Any) -> Any:
-    """Call a method of an environment, or return an attribute.
-
-    :param data: name, which may have dots, arguments and keyword arguments
-    """
+    """Call a method of an environment, or return an attribute; its name may have dots."""
     name, args, kwargs = data
     first, *rest = name.split(".")
     found = functools.reduce(getattr, rest, env.get_wrapper_attr(first))
@@ -83,11 +66,10 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._attach(memory)
 
     def _attach(self, memory: Any = None) -> None:
-        """Begin to record the wrapped environment."""
         self._generators = Generators(layers_of(self.env))
         self._log = LogMemory(getattr(self.env, "action_space", None), memory)
         self._log.clear()
-        self._step = self._make_step()
+        self._step = self._log.make_step(self.env, self._report_failure)
         if type(self).step is EpisodeRecorder.step:  # saves a call, unless a subclass has its own method
             vars(self)["step"] = self._step
 
@@ -152,58 +134,13 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Step the environment, and record the action."""
         return self._step(action)
 
-    def _make_step(self) -> Callable[[Any], tuple[Any, Any, bool, bool, dict[str, Any]]]:
-        """Return the function that steps the environment and records the step.
-
-        Each attribute that it would look up takes a tenth of the recorder's part of a step.
-        """
-        env, log, ndarray = self.env, self._log, np.ndarray
-        cells, limit, actions, action_type = log.cells, log.limit, log.actions, log.action_type
-        observations, rewards, flags, calls_at, returned = log.observations, log.rewards, log.flags, CALLS, RETURNED
-        shape, dtype = (actions.shape[1:], actions.dtype) if action_type is ndarray else ((), None)
-        space = getattr(env, "observation_space", None)
-        is_small = isinstance(space, gymnasium.spaces.Box) and space.low.nbytes <= MAX_CHECKED_BYTES
-        checksum: Callable[[Any], int] = zlib.crc32 if is_small else observation_checksum
-
-        def step(action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-            index = cells[calls_at]
-            if (
-                type(action) is action_type
-                and index < limit
-                and (action_type is not ndarray or (action.shape == shape and action.dtype == dtype))
-            ):
-                actions[index] = action
-                cells[calls_at] = index + 1
-            else:
-                log.begin("step", copy_output(action))
-            try:
-                result: tuple[Any, Any, bool, bool, dict[str, Any]] = env.step(action)
-            except BaseException as error:
-                self._report_failure(error, "step")
-                raise
-            try:
-                observation, reward, terminated, truncated, _ = result
-                observations[index] = checksum(observation)
-                rewards[index] = reward
-                flags[index] = returned + 2 * terminated + 4 * truncated if terminated or truncated else returned
-            except Exception:  # observations that are not arrays, rewards that are not numbers, and no more memory
-                log.end(result[0], result[1], TERMINATED * bool(result[2]) + TRUNCATED * bool(result[3]))
-            return result
-
-        return step
-
     def _report_failure(self, error: BaseException, method: str) -> None:
-        """Report an exception of a call, after which the log ends."""
         self._log.end_by_failure()
         if self._on_failure is not None and isinstance(error, Exception) and (log := self.episode_log()) is not None:
             self._on_failure(error, method, log)
 
     def make_recorded_call(self, name: str, data: Any) -> Any:
-        """Record a call, make it, and return its result.
-
-        :param name: one of :data:`RECORDED_CALLS`
-        :param data: data of the call, as in :data:`RECORDED_CALLS`
-        """
+        """Record a call of :data:`RECORDED_CALLS`, make it, and return its result."""
         if name in _SETTERS:
             self._settings.pop((name, data[0]), None)
             self._settings[name, data[0]] = name, copy_output(data)  # the caller may change the data later
@@ -220,14 +157,11 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         was not the seed of the last reset, repeating the episode reports a difference.
         """
         seed = getattr(self.unwrapped, "np_random_seed", None)
-        self._log.start({}, [], {} if seed in (None, -1) else {"seed": seed})
+        self._log.start(pickle.dumps({}), [], {} if seed in (None, -1) else {"seed": seed})
         self._log.end(flags=NOT_CHECKED)
 
     def episode_log(self) -> EpisodeLog | None:
-        """Return the log of the current episode.
-
-        :return: the log; None before the first reset, and for an episode of more than ``MAX_STEPS`` steps
-        """
+        """Return the log of the current episode; None if it has not begun or is too long."""
         return self._log.read()
 
     def restore_beginning(self, log: EpisodeLog) -> None:
@@ -237,14 +171,16 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             RECORDED_CALLS[name](self.env, data)
         self._generators.restore(log.generators)
 
-    def repeat_calls(self, log: EpisodeLog) -> Iterator[tuple[Any, Any, bool]]:
+    def repeat_calls(self, log: EpisodeLog) -> Iterator[tuple[Any, Any, int | None]]:
         """Make all calls of a log, also one that did not return, after :meth:`restore_beginning`.
 
-        :return: after each call, the last observation and info, and whether the call has returned something else
+        :return: after each call, the last observation and info, and the first step that has differed so far
         """
         observation: Any = None
         info: Any = {}
+        steps, first_difference = 0, None
         for number, (name, data) in enumerate(log.calls):
+            steps += name == "step"
             if name in ("reset", "step"):
                 observation, *_, info = self.reset(**data) if name == "reset" else self.step(data)
             else:
@@ -254,20 +190,17 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
                     if log.is_interrupted and number == len(log.calls) - 1:
                         raise  # other calls have raised in the recorded episode, too
             expected = log.checksums[number] if number < len(log.checksums) else None
-            yield observation, info, expected not in (None, self._log.last_checksum())
+            if first_difference is None and expected not in (None, self._log.last_checksum()):
+                first_difference = steps
+            yield observation, info, first_difference
 
     def repeat(self, log: EpisodeLog) -> Repetition:
-        """Reset the environment to the beginning of a recorded episode, and repeat its calls.
+        """Repeat a log whose last call has returned.
 
         The environment must have been built like the recorded one, and not been used.
-
-        :param log: a log whose last call has returned
         """
         self.restore_beginning(log)
-        observation, first_difference, steps = None, None, 0
-        for (name, _), result in zip(log.calls, self.repeat_calls(log), strict=True):
-            observation, _, differs = result
-            steps += name == "step"
-            if differs and first_difference is None:
-                first_difference = steps
+        observation = first_difference = None
+        for observation, _, first_difference in self.repeat_calls(log):  # noqa: B007 the last ones are returned
+            pass
         return Repetition(observation, first_difference)

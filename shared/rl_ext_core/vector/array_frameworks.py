@@ -16,18 +16,6 @@ import numpy as np
 
 from rl_ext_core.errors import InvalidTypeError
 
-__all__ = [
-    "framework_of",
-    "keep_freed_memory",
-    "leaves",
-    "map_arrays",
-    "stack_arrays",
-    "take_rows",
-    "to_framework",
-    "to_numpy",
-    "to_torch",
-]
-
 Array = np.ndarray[Any, Any]
 
 _FRAMEWORKS: dict[type, str] = {}  # cache, by array type
@@ -49,9 +37,8 @@ def _framework(leaf: Any) -> str:
 
 
 def framework_of(observation: Any) -> str:
-    """Return the framework of an observation, which may be nested.
+    """Return the framework of the first array in an observation that is not NumPy's.
 
-    :param observation: array, or nested dicts, tuples and lists of arrays; the first array that is not NumPy's decides
     :return: ``"numpy"``, ``"torch"``, ``"jax"``, or ``"dlpack"`` for others that support it, such as Warp and CuPy
     """
     found = map(_framework, leaves(observation))
@@ -113,8 +100,6 @@ def to_framework(array: Array, framework: str, device: Any = None) -> Any:
 def take_rows(batch: Any, rows: Any) -> Any:
     """Copy rows of an array.
 
-    :param batch: array or tensor
-    :param rows: indices, as NumPy array or tensor
     :return: tensor on the same device if ``batch`` is a tensor, except if it is on the CPU and ``rows`` is a NumPy
         array. Otherwise a NumPy array, also for JAX, which would compile for each number of rows
     """
@@ -145,11 +130,9 @@ def stack_arrays(*arrays: Any) -> Any:
 
 
 def keep_freed_memory(nbytes: int) -> None:
-    """Make the C library reuse freed blocks of a size, which is faster than mapping new ones.
+    """Make the C library reuse freed blocks of this size, which is faster than mapping new ones.
 
     glibc's threshold rises to the largest block that was freed, up to 32 MB. Source: mallopt(3), M_MMAP_THRESHOLD.
-
-    :param nbytes: size of a block in bytes
     """
     size = min(4 * nbytes, 31 << 20)
     if size > 128 << 10:

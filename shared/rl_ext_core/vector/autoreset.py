@@ -20,17 +20,6 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.array_frameworks import map_arrays
 from rl_ext_core.vector.spaces import find_attribute
 
-__all__ = [
-    "Autoreset",
-    "PartialReset",
-    "accepts_parameter",
-    "find_autoreset_mode",
-    "get_library_rules",
-    "require_synchronous",
-    "require_time_limits_per_env",
-    "wrapper_chain",
-]
-
 # Function of an (n,) boolean NumPy mask and the keyword arguments of reset. It returns observation and info of all rows
 # or of the masked rows.
 PartialReset = Callable[..., Any]
@@ -50,7 +39,6 @@ class Autoreset(Enum):
     def parse(cls, requested_mode: Any, *, suggestion: str = "SameStep") -> Autoreset:
         """Convert a mode of gymnasium, or its name or value, to an Autoreset.
 
-        :param requested_mode: the mode
         :param suggestion: value that the error message suggests, default ``"SameStep"``
         :raises InvalidArgumentError: If there is no such mode.
         """
@@ -94,14 +82,11 @@ def wrapper_chain(env: Any) -> list[Any]:
 
 
 def find_autoreset_mode(env: Any, requested_mode: object, *, uses_torch: bool) -> Autoreset | None:
-    """Return the autoreset mode of a vectorized environment.
+    """Return the autoreset mode of a vectorized environment; None if it is unknown.
 
     The first of these decides: an attribute, the metadata, the argument, the settings, the rules of the library.
 
-    :param env: vectorized environment, wrapped or not
-    :param requested_mode: mode that the caller has set, or its name or value; None if not set
     :param uses_torch: whether it steps on tensors. Such environments reset rows in the step unless they set a mode
-    :return: the mode; None if it is unknown
     :raises InvalidArgumentError: If a mode does not exist, or the argument differs from the environment's own mode.
     """
     base = getattr(env, "unwrapped", env)
@@ -128,12 +113,7 @@ def find_autoreset_mode(env: Any, requested_mode: object, *, uses_torch: bool) -
 
 
 def accepts_parameter(function: Any, name: str, *, any_keyword: bool = True) -> bool:
-    """Return whether a function has a parameter with a name, or accepts any keyword.
-
-    :param function: the function; False if its signature is unknown
-    :param name: name of the parameter
-    :param any_keyword: whether ``**kwargs`` counts, default True
-    """
+    """Return whether a function is known to have a parameter with a name, or ``**kwargs``."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -196,41 +176,28 @@ def require_time_limits_per_env(env: Any) -> None:
 
 
 def _reset_by_mask(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Return a function that resets rows by gymnasium's option ``reset_mask``."""
-    return _reset_by_option(env, "reset_mask", lambda mask: mask.copy())
-
-
-def _reset_by_mask_in_ale(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Return a function that resets rows of ALE; raise if ale-py is too old for that."""
-    found = version("ale-py")
-    if mode is not Autoreset.SAME_STEP and tuple(map(int, re.findall(r"\d+", found)[:3])) < (0, 12, 1):
-        raise InvalidArgumentError(  # reset_mask raises an error in 0.11, and hangs in 0.12.0
-            f"ale-py {found} cannot reset some of its environments: expected 0.12.1 or later. Use pip install "
-            "'ale-py>=0.12.1', or AtariVectorEnv(..., autoreset_mode=AutoresetMode.SAME_STEP)"
-        )
-    return _reset_by_mask(env, base, mode)
-
-
-def _reset_by_mask_in_async(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Return a function that resets rows of AsyncVectorEnv; raise if it would reset twice."""
-    if mode is Autoreset.NEXT_STEP and not base.shared_memory:
+    """Return a function that resets rows by ``reset_mask``; raise where that is known to fail."""
+    if _is_ale(base) and mode is not Autoreset.SAME_STEP:
+        found = version("ale-py")
+        if tuple(map(int, re.findall(r"\d+", found)[:3])) < (0, 12, 1):
+            raise InvalidArgumentError(  # reset_mask raises an error in 0.11, and hangs in 0.12.0
+                f"ale-py {found} cannot reset some of its environments: expected 0.12.1 or later. Use pip install "
+                "'ale-py>=0.12.1', or AtariVectorEnv(..., autoreset_mode=AutoresetMode.SAME_STEP)"
+            )
+    if _is_async(base) and mode is Autoreset.NEXT_STEP and not base.shared_memory:
         raise InvalidArgumentError(
             "AsyncVectorEnv(shared_memory=False) resets a sub-environment again after a reset by reset_mask. Use "
             'autoreset_mode="SameStep", or keep shared_memory=True'
         )
-    return _reset_by_mask(env, base, mode)
+    return _reset_by_option(env, "reset_mask", lambda mask: mask.copy())
 
 
 def _reset_by_env_idx(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Return a function that resets rows by ManiSkill's option ``env_idx``."""
     return _reset_by_option(env, "env_idx", lambda mask: _indices(mask, base))
 
 
 def _reset_by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Return a function that resets rows by the keyword ``env_ids``, which wrappers forward.
-
-    Outer wrappers whose reset has no effect are skipped.
-    """
+    """Return a function that resets rows by ``env_ids``, which wrappers must forward."""
     from gymnasium import Wrapper, wrappers
 
     chain = wrapper_chain(env)
@@ -252,7 +219,6 @@ def _reset_by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
 
 
 def _reset_by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialReset:
-    """Return a function that resets the rows of a mask by an option of ``reset``."""
     base, is_known = wrapper_chain(env)[-1], False
 
     def reset_and_check(**kwargs: Any) -> Any:
@@ -263,7 +229,6 @@ def _reset_by_option(env: Any, option: str, value: Callable[[Any], Any]) -> Part
         received, before, original = [], vars(base).get("reset"), base.reset
 
         def record_option(*args: Any, **given: Any) -> Any:
-            """Reset the environment, and record whether it received the option."""
             received.append(option in (given.get("options") or {}))
             return original(*args, **given)
 
@@ -308,7 +273,6 @@ def _patch_reset(reset_rows: Callable[..., Any]) -> Callable[[Any, Any, Autorese
     """Return a rule that makes an environment's ``reset`` accept the option ``reset_mask``."""
 
     def partial_reset(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-        """Replace the environment's ``reset``, and return a function that resets rows."""
         if "reset" not in vars(base):
             base.reset = partial(_reset_with_mask, base, reset_rows)
         return _reset_by_mask(env, base, mode)
@@ -331,10 +295,7 @@ def _reset_with_mask(
 
 
 def _reset_cartpole(env: Any, rows: Any, *, seed: int | None = None, **_: Any) -> tuple[Any, Any]:
-    """Reset rows of gymnasium's vectorized CartPole.
-
-    It uses the random numbers that the environment would use for a reset in the next step.
-    """
+    """Reset rows with the random numbers that a reset in the next step would use."""
     from gymnasium.vector import VectorEnv
 
     VectorEnv.reset(env, seed=seed)
@@ -353,7 +314,6 @@ def _reset_functional(env: Any, rows: Any, *, seed: int | None = None, **_: Any)
     from jax import numpy as jnp
 
     def choose(new: Any, old: Any) -> Any:
-        """Return ``new`` in the rows to reset, and ``old`` in the other rows."""
         return jnp.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
     mask = jnp.asarray(rows)
@@ -381,7 +341,6 @@ def _reset_envpool(env: Any, mask: Any, **kwargs: Any) -> Any:
 
 
 def _indices(mask: Any, base: Any) -> Any:
-    """Convert a mask to a tensor of indices on the environment's device."""
     import torch
 
     return torch.from_numpy(np.flatnonzero(mask)).to(getattr(base, "device", "cpu"))
@@ -391,15 +350,13 @@ def _indices(mask: Any, base: Any) -> Any:
 
 
 def _is_defined_in(*prefixes: str) -> Callable[[Any], bool]:
-    """Return a function that tests where the class of an environment is defined.
-
-    :param prefixes: beginnings of the full name of the class or one of its base classes
-    """
+    """Return a test of where an environment, or a base class of it, is defined."""
     return lambda base: any(
         f"{kind.__module__}.{kind.__qualname__}".startswith(prefixes) for kind in type(base).__mro__
     )
 
 
+_is_ale = _is_defined_in("ale_py.")
 _is_sync_or_shared = _is_defined_in("gymnasium.vector.sync_vector_env.SyncVectorEnv", "rl_ext_core.vector.")
 _is_async = _is_defined_in("gymnasium.vector.async_vector_env.AsyncVectorEnv")
 _is_cartpole = _is_defined_in("gymnasium.envs.classic_control.cartpole.CartPoleVectorEnv")
@@ -407,7 +364,6 @@ _is_functional = _is_defined_in("gymnasium.envs.functional_jax_env.FunctionalJax
 
 
 def _accepts_env_ids(base: Any) -> bool:
-    """Return whether an environment's ``reset`` has a parameter ``env_ids``."""
     return accepts_parameter(getattr(base, "reset", None), "env_ids", any_keyword=False)
 
 
@@ -415,14 +371,14 @@ def _accepts_env_ids(base: Any) -> bool:
 # info["final_obs"] (before 1.0: "final_observation"). In other modes, the step's observation is the last one.
 LIBRARIES = (
     # library, includes, mode, partial reset, keeps others, info without final_info
-    LibraryRules("ALE AtariVectorEnv", _is_defined_in("ale_py."), None, _reset_by_mask_in_ale, True, "reset"),
+    LibraryRules("ALE AtariVectorEnv", _is_ale, None, _reset_by_mask, True, "reset"),
     LibraryRules(
         "EnvPool", _is_defined_in("envpool."), Autoreset.NEXT_STEP, _patch_reset(_reset_envpool), True, "last"
     ),
     LibraryRules("Isaac Lab, mjlab", _accepts_env_ids, None, _reset_by_env_ids, True, "last"),
     LibraryRules("ManiSkill", _is_defined_in("mani_skill"), Autoreset.DISABLED, _reset_by_env_idx, True, "last"),
     LibraryRules("SyncVectorEnv, rl-ext", _is_sync_or_shared, None, _reset_by_mask, True, "last"),
-    LibraryRules("AsyncVectorEnv", _is_async, None, _reset_by_mask_in_async, True, "last"),
+    LibraryRules("AsyncVectorEnv", _is_async, None, _reset_by_mask, True, "last"),
     LibraryRules("CartPoleVectorEnv", _is_cartpole, None, _patch_reset(_reset_cartpole), True, "last"),
     LibraryRules("phys2d (JAX)", _is_functional, Autoreset.NEXT_STEP, _patch_reset(_reset_functional), True, "last"),
     LibraryRules("others", lambda base: True, None, _reset_by_mask, False, "last"),

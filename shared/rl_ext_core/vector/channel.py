@@ -28,19 +28,6 @@ from rl_ext_core.errors import StorageError
 if TYPE_CHECKING:
     from rl_ext_core.processes import Watch
 
-__all__ = [
-    "Cell",
-    "SharedMemory",
-    "SpinWaiter",
-    "WorkerChannel",
-    "WorkerHandle",
-    "new_cells",
-    "pack",
-    "pack_by_value",
-    "should_spin",
-    "unpack",
-]
-
 _CACHED_BYTES = 1 << 20  # message files up to this size stay allocated until the next message
 _LINE = 64  # bytes of a cache line. Each worker's cells begin a new one
 
@@ -117,7 +104,6 @@ class SharedMemory:
 
 
 def _rebuild_memory(descriptor: Any) -> SharedMemory:
-    """Create the memory again in another process, from its pickled file descriptor."""
     return SharedMemory(0, descriptor.detach())
 
 
@@ -203,12 +189,7 @@ class SpinWaiter:
         self._left = 0
 
     def wait_for_value(self, cells: memoryview, place: int, number: int) -> bool:
-        """Poll until a cell has a value, for a short time or not at all; return whether it has.
-
-        :param cells: cells of a worker
-        :param place: index of the cell
-        :param number: the value
-        """
+        """Poll until a cell has a value, for a short time or not at all; return whether it has."""
         if self._left:
             self._left -= 1
             return False
@@ -277,10 +258,7 @@ class WorkerChannel:
                 yield unpack(self._mail.read(size)) if size else ("step", None)
 
     def reply(self, message: bytes) -> None:
-        """Answer the last command.
-
-        :param message: pickled answer; empty for None
-        """
+        """Answer the last command with a pickled message, which is empty for None."""
         cells = self.cells
         if message:
             self._mail.write(message)
@@ -321,11 +299,8 @@ class WorkerHandle:
     def launch(self, context: Any, target: Callable[..., object], arguments: tuple[Any, ...], *, spins: bool) -> None:
         """Start a process, and await its first answer.
 
-        :param context: multiprocessing context
         :param target: function of the process. Its first argument is a tuple with the arguments of
-            :class:`WorkerChannel`
-        :param arguments: further arguments of ``target``
-        :param spins: whether both sides poll before waiting
+            :class:`WorkerChannel`, and ``arguments`` follow
         """
         self.disconnect()
         memory, self._mail = SharedMemory(_LINE), SharedMemory()
@@ -333,11 +308,7 @@ class WorkerHandle:
         self.cells[Cell.COMMAND] = 1  # the first command is to build the environments
         command_reader, commands = context.Pipe(duplex=False)
         replies, reply_writer = context.Pipe(duplex=False)
-        self._commands, self._replies, self._own_doorbell = (
-            _Doorbell(commands),
-            _Doorbell(replies),
-            _Doorbell(reply_writer),
-        )
+        self._commands, self._replies, self._own_doorbell = map(_Doorbell, (commands, replies, reply_writer))
         self._open_ends = self._commands, self._replies, self._own_doorbell, self._mail
         self._spin = SpinWaiter(SpinWaiter.ANSWER_SECONDS) if spins else None
         end = command_reader, reply_writer, memory, self._mail, spins
@@ -366,11 +337,7 @@ class WorkerHandle:
         self.disconnect()
 
     def send(self, name: str, data: Any) -> None:
-        """Send a command.
-
-        :param name: name of the command
-        :param data: data of the command. For a step: the packed command, or None with the actions in shared memory
-        """
+        """Send a command. For a step: its packed form, or None for the shared actions."""
         message: bytes = (data or b"") if name == "step" else pack_by_value((name, data))
         if message:
             self._mail.write(message)

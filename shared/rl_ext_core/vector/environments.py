@@ -24,32 +24,8 @@ from rl_ext_core.factory.factory import convert
 from rl_ext_core.recording.layers import layer_states, restore_layers
 from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.resources import check_folder
-from rl_ext_core.vector.memory_layout import MemoryLayout
 from rl_ext_core.vector.spaces import device_of, find_attribute
 from rl_ext_core.vector.stepper import STEP_RESULT, check_result_length
-
-__all__ = [
-    "CALLS",
-    "Caller",
-    "EpisodeMonitor",
-    "FrameSkip",
-    "PoolOptions",
-    "adapt_unless_plain",
-    "check_count",
-    "check_env_fns",
-    "check_seconds",
-    "is_plain",
-    "limit_threads",
-    "make",
-    "make_factories",
-    "qualified_name",
-    "read_unless_plain",
-    "seed_action_space",
-    "seed_torch",
-    "store_reward",
-    "wrap_in_monitor",
-]
-
 
 # -- arguments of vectorized environments
 
@@ -66,11 +42,8 @@ def check_recorder(recorder: Any) -> None:
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return an argument as an int, or raise if it is not an integer or too small.
+    """Return an argument as an int.
 
-    :param name: name of the argument, for the error message
-    :param value: value of the argument
-    :param least: smallest allowed value, default 1
     :raises InvalidTypeError: If ``value`` is not an integer.
     :raises InvalidArgumentError: If ``value`` is less than ``least``.
     """
@@ -134,21 +107,14 @@ class Caller:
 class PoolOptions:
     """Options of a worker pool. They are checked before a process is started.
 
-    :ivar start_method: ``"forkserver"``, ``"spawn"`` or ``"fork"``; default: forkserver on Linux, else spawn
-    :ivar n_workers: number of worker processes; default: one per environment
-    :ivar start_timeout: seconds until all environments must be built; default: no limit
-    :ivar step_timeout: seconds until a step, reset or call must be answered; default: no limit
-    :ivar close_timeout: seconds until workers must have closed their environments; default: no limit
-    :ivar restart: ``"truncate"`` replaces failed workers; default None raises their failure
-    :ivar max_restarts: number of replacements after which a failure is raised
-    :ivar recorder: folder for records of crashes; True, the default, for the working directory; False records no
-        episodes
+    Options that are not listed here are those of :class:`~rl_ext_core.vector.SharedMemoryVectorEnv`.
+
+    :ivar cwd: ``"own"`` for an empty working directory per worker, or a folder that each worker gets a copy of;
+        default: the working directory of this process
     :ivar caller: names in messages
     :ivar spaces: expected observation space and action space; default: those of the first environment
     :ivar worker_seeds: seed of each worker, for errors; default: the seed of its last reset
     :ivar initializer: function that each worker calls first; default: none
-    :ivar cwd: ``"own"`` for an empty working directory per worker, or a folder that each worker gets a copy of;
-        default: the working directory of this process
     """
 
     start_method: str | None = None
@@ -190,11 +156,10 @@ class PoolOptions:
 
 
 def make_factories(env_fns: Sequence[Any], timeout: float | None = None) -> list[EnvFactory[Any]]:
-    """Convert functions and environments to factories, one for each worker.
+    """Convert functions, environments, ids and factories to factories, one for each worker.
 
     Factories that are bound to a worker stay as they are. An object that occurs several times is converted once.
 
-    :param env_fns: functions, environments, ids or factories
     :param timeout: time limit in seconds for building and stepping a copy of an environment; default: none
     """
     others = {id(env_fn): env_fn for env_fn in env_fns if not isinstance(env_fn, EnvFactory) or env_fn.worker is None}
@@ -215,11 +180,8 @@ def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
 
 
 def store_reward(rewards: np.ndarray[Any, Any], index: int, reward: Any) -> None:
-    """Write a reward to an array.
+    """Write the reward of an environment to an array.
 
-    :param rewards: ``(num_envs,)`` numbers
-    :param index: number of the environment
-    :param reward: number, without axes
     :raises EnvironmentOutputError: If ``reward`` has axes, as ``np.array([1.0])`` has.
     """
     try:
@@ -250,22 +212,16 @@ def is_plain(environment: Any) -> bool:
 
     Environments with a ``torch.device`` take and return tensors.
     """
-    if (
-        not isinstance(environment, gymnasium.Env)
-        or find_attribute(environment, "num_envs")
-        or device_of(environment) is not None
-        or not all(map(_has_spec_of_batch, (environment.observation_space, environment.action_space)))
-    ):
-        return False
-    try:
-        MemoryLayout.from_spaces(1, environment.observation_space, environment.action_space)
-    except InvalidArgumentError:
-        return False
-    return True
+    return (
+        isinstance(environment, gymnasium.Env)
+        and not find_attribute(environment, "num_envs")
+        and device_of(environment) is None
+        and all(map(_has_spec_of_batch, (environment.observation_space, environment.action_space)))
+    )
 
 
 def _has_spec_of_batch(space: Any) -> bool:
-    """Return whether TorchRL's spec of a batch of a space is that of the space with one more axis.
+    """Return whether TorchRL describes a batch of a space like the space with one more axis.
 
     For example, it makes one-hot vectors of a MultiDiscrete, and numbers of a batch of them.
     """
@@ -275,7 +231,7 @@ def _has_spec_of_batch(space: Any) -> bool:
 
 
 def adapt_unless_plain(environment: Any, adapt: bytes) -> Any:
-    """Return a plain gymnasium environment as it is, and pass others through a pickled function.
+    """Return a plain gymnasium environment, or what a pickled function returns for another one.
 
     The function is unpickled only if it is needed, because that may import a framework.
     """
@@ -351,8 +307,7 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the environment; add ``info["episode"]`` if the episode ends.
 
-        :raises EnvironmentOutputError: If the episode has ended and the environment was not reset, or it does not
-            return five values.
+        :raises EnvironmentOutputError: If the environment needs a reset, or does not return five values.
         """
         if self.needs_reset:
             raise EnvironmentOutputError("this environment needs a reset before it is stepped; use env.reset() first")
@@ -400,7 +355,6 @@ def qualified_name(wrapper_class: type) -> tuple[str, str]:
 
 
 def _is_wrapped(env: Any, name: tuple[str, str]) -> bool:
-    """Return whether an environment has a wrapper of the class with this module and name."""
     while isinstance(env, gymnasium.Wrapper):
         if name in map(qualified_name, type(env).__mro__) or name in getattr(type(env), "equivalent_classes", ()):
             return True
@@ -409,7 +363,6 @@ def _is_wrapped(env: Any, name: tuple[str, str]) -> bool:
 
 
 def _has_attr(env: Any, name: str) -> bool:
-    """Return whether an environment or one of its wrappers has an attribute."""
     try:
         env.get_wrapper_attr(name)
     except AttributeError:

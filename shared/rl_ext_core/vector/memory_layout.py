@@ -10,19 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-
-__all__ = [
-    "CONVERTED",
-    "ENDED",
-    "MAX_EXACT",
-    "OTHER_REWARD",
-    "REWARD_KINDS",
-    "SKIPPED",
-    "TERMINATED",
-    "TRUNCATED",
-    "MemoryLayout",
-    "ObservationSlot",
-]
+from rl_ext_core.vector.array_frameworks import map_arrays
 
 _LINE = 64  # bytes of a cache line. Each array begins a new one
 # Types of rewards that float64 represents exactly. SB3's SubprocVecEnv returns rewards in their own type.
@@ -92,7 +80,7 @@ class MemoryLayout:
 
     def build_observation(self, parts: list[Any]) -> Any:
         """Build an observation from its arrays."""
-        return parts[0] if self.tree == 0 else _build_observation(self.tree, parts)
+        return parts[0] if self.tree == 0 else map_arrays(parts.__getitem__, self.tree)
 
 
 def _flatten_space(space: Any, path: tuple[Any, ...], leaves: list[Leaf]) -> Any:
@@ -108,13 +96,6 @@ def _flatten_space(space: Any, path: tuple[Any, ...], leaves: list[Leaf]) -> Any
         )
     leaves.append((path, tuple(space.shape), np.dtype(space.dtype)))
     return len(leaves) - 1
-
-
-def _build_observation(tree: Any, parts: list[Any]) -> Any:
-    """Put arrays in the places of their numbers in nested dicts and tuples."""
-    if isinstance(tree, dict):
-        return {key: _build_observation(inner, parts) for key, inner in tree.items()}
-    return tuple(_build_observation(inner, parts) for inner in tree) if isinstance(tree, tuple) else parts[tree]
 
 
 class ObservationSlot:

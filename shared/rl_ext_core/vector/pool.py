@@ -12,19 +12,15 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
+
+import numpy as np
 
 from rl_ext_core import processes, resources
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core.errors import (
-    EnvironmentOutputError,
-    InvalidArgumentError,
-    NotCopyableError,
-    StorageError,
-    WorkerError,
-)
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, NotCopyableError, StorageError, WorkerError
 from rl_ext_core.factory.compare import WORKER_MODULES
-from rl_ext_core.processes.failures import require_same_process
+from rl_ext_core.processes.failures import Failure, describe_exception, require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.recording.capsule import RecordedFailure, record_crash
 from rl_ext_core.recording.episode_log import LOG_BYTES, EpisodeLog, LogMemory, Repetition
@@ -37,8 +33,6 @@ from rl_ext_core.vector.environments import PoolOptions, check_env_fns, make_fac
 from rl_ext_core.vector.memory_layout import CONVERTED, SKIPPED, MemoryLayout
 from rl_ext_core.vector.restarts import Restarts
 from rl_ext_core.vector.worker import IDLE_FRAMES, PHASES, REPEAT_EPISODE, StepEntry, map_log, run_worker
-
-__all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings", "launch_processes"]
 
 # Time limit of close() for a step whose result was not read, as after Ctrl-C. The step may never end.
 UNFINISHED_SECONDS = 5.0
@@ -96,14 +90,8 @@ class Pool:
 
     :ivar worker_by_env: the worker of each environment
     :ivar seeds: seeds of the last reset of each environment
-    :ivar spaces: observation space and action space
-    :ivar layout: layout of the shared arrays
-    :ivar options, autoreset: as given
-    :ivar factories: factory of each environment
-    :ivar memory: memory of the shared arrays
-    :ivar log_memory: memory of the episode logs; None if no episodes are recorded
+    :ivar memory, log_memory: memory of the shared arrays, and of the episode logs; None if no episodes are recorded
     :ivar spins: whether waits poll before they block
-    :ivar has_unread_answers: whether workers may still send answers
     :ivar arrays: shared arrays by name: the last observations, rewards and flags, and the next actions
     :ivar step_start: time when the last step began, from ``time.perf_counter()``
     :ivar working_directory: folder that contains the workers' working directories; None if workers use that of this
@@ -125,39 +113,39 @@ class Pool:
     ) -> None:
         begin = time.perf_counter()
         check_env_fns(env_fns)
-        self.factories = make_factories(env_fns, options.start_timeout)
+        self.factories, self.num_envs = make_factories(env_fns, options.start_timeout), len(env_fns)
         self.options, self.autoreset, self._launch = options, autoreset, launch or launch_processes
-        self._restarts = None if options.restart is None else Restarts(len(env_fns))
-        count = min(options.n_workers or len(env_fns), len(env_fns))
+        self._restarts = None if options.restart is None else Restarts(self.num_envs)
+        count = min(options.n_workers or self.num_envs, self.num_envs)
         # Workers get consecutive environments, as evenly as possible.
-        firsts = [round(worker * len(env_fns) / count) for worker in range(count + 1)]
+        firsts = [round(worker * self.num_envs / count) for worker in range(count + 1)]
         self.workers = [new_worker(number, *part) for number, part in enumerate(itertools.pairwise(firsts))]
         self.worker_by_env = [worker for worker in self.workers for _ in range(worker.first, worker.last)]
-        self.seeds: list[int | None] = [None] * len(self.worker_by_env)
+        self.seeds: list[int | None] = [None] * self.num_envs
         self.timings, self.step_start = Timings(), 0.0
         self._call: tuple[Sequence[int], str, Sequence[Any]] = ((), "", ())
         self._failure: WorkerError | None = None
         self._owner = os.getpid()
         self._ended = self._conversion_reported = False
-        self.has_unread_answers = False  # True if workers may still send answers
         self._is_half_stepped = False  # True if the last step reached some environments only
         try:
             self._start_workers()
             self.wait(starting=True, raise_failures=True)
             found = [spaces for worker in self.workers for spaces in worker.answer]
             self.spaces = _require_same_spaces(options.spaces or found[0], found, options.caller.different_spaces)
-            self.layout = MemoryLayout.from_spaces(len(self.worker_by_env), *self.spaces)
+            self.layout = MemoryLayout.from_spaces(self.num_envs, *self.spaces)
             self.memory.resize(self.layout.size)
             for worker in self.workers:
-                self.send(worker, "map", self.layout)
+                worker.send("map", self.layout)
             arrays = self.arrays = self.layout.arrays(self.memory.map(self.layout.size))
             # These are looked up once, because every step uses them.
-            self._actions = arrays.get("action")
+            actions = arrays.get("action")
+            self._action_form = None if actions is None else (actions.shape, actions.dtype)
             self._observations = [arrays[f"observation {index}"] for index in range(len(self.layout.paths))]
             self._flags, self._kinds = arrays["flags"].data, arrays["reward kind"].data
-            self._zeros = bytes(len(self.worker_by_env))
+            self._zeros = bytes(self.num_envs)
             if self.log_memory is not None:
-                blocks = [map_log(self.log_memory, number) for number in range(len(self.worker_by_env))]
+                blocks = [map_log(self.log_memory, number) for number in range(self.num_envs)]
                 self._logs = [LogMemory(self.spaces[1], block) for block in blocks]
             self.wait(starting=True, raise_failures=True)
         except BaseException:
@@ -165,34 +153,22 @@ class Pool:
             raise
         self.timings.start_seconds = time.perf_counter() - begin
 
-    def __reduce__(self) -> NoReturn:
-        raise self.copy_error("SharedMemoryVecEnv")
-
     @staticmethod
     def copy_error(owner: str) -> NotCopyableError:
-        """Return the error for copies of an object that has a pool. A copy would share the workers.
-
-        :param owner: name of the object's class
-        """
+        """Return the error for copies of an object with a pool, which would share the workers."""
         return NotCopyableError(
             f"{owner} cannot be copied or pickled, because its environments are in worker processes: expected the "
             f"functions that build them. Use {owner}(env_fns), which starts new workers"
         )
 
-    @property
-    def num_envs(self) -> int:
-        """Number of environments that the caller sees."""
-        return len(self.worker_by_env)
-
     # -- processes
 
     def _start_workers(self) -> None:
-        """Start the workers. They build their environments."""
         self.spins = channel.should_spin(len(self.workers))
         self.memory, self.log_memory = SharedMemory(), None
         if self.options.recorder is not False:
             with contextlib.suppress(StorageError):  # a limit of file sizes: nothing is recorded
-                self.log_memory = SharedMemory(len(self.worker_by_env) * LOG_BYTES)
+                self.log_memory = SharedMemory(self.num_envs * LOG_BYTES)
         # Files that environments write there are not deleted.
         self.working_directory = None if self.options.cwd is None else tempfile.mkdtemp(prefix="rl-ext-cwd-")
         self._memories = [memory for memory in (self.memory, self.log_memory) if memory is not None]
@@ -217,11 +193,6 @@ class Pool:
 
     # -- commands
 
-    def send(self, worker: Any, name: str, data: Any) -> None:
-        """Send a command to a worker. If the worker has ended, reading its answer raises."""
-        self.has_unread_answers = True
-        worker.send(name, data)
-
     def begin_step(
         self, actions: Any, each: Callable[[Any], Sequence[Any]] = list, environments: Sequence[int] | None = None
     ) -> None:
@@ -241,48 +212,30 @@ class Pool:
                 "all. Use reset()"
             )
         self.step_start = time.perf_counter()
-        rows = self._split_actions(actions, each)
-        if rows is None:
-            self._actions[...] = actions  # type: ignore[index]
         workers = self.workers if environments is None else [self.workers[number] for number in environments]
         messages: list[bytes | None] = [None] * len(workers)
-        if rows is not None:  # what cannot be sent fails here, before any environment has its action
+        if type(actions) is np.ndarray and (actions.shape, actions.dtype) == self._action_form:
+            self.arrays["action"][...] = actions
+        else:  # are sent one by one, as upstream does, because a conversion could change their values
+            rows = each(actions)
+            if len(rows) != self.num_envs:
+                raise InvalidArgumentError(
+                    f"number of actions: {len(rows)}, expected {self.num_envs}, one for each environment"
+                )
+            # What cannot be sent fails here, before any environment has its action.
             messages = [pack(("step", rows[worker.first : worker.last])) for worker in workers]
-        if environments is not None:
-            for worker in set(self.workers) - set(workers):
+        for worker in self.workers if environments is not None else ():
+            if worker not in workers:
                 worker.answer, self.arrays["flags"][worker.first] = None, SKIPPED
         try:
             for worker, message in zip(workers, messages, strict=True):
-                self.send(worker, "step", message)
+                worker.send("step", message)
         except BaseException:
             self._is_half_stepped = True
             raise
 
-    def _split_actions(self, actions: Any, each: Callable[[Any], Sequence[Any]]) -> Sequence[Any] | None:
-        """Return an action for each environment, or None if they have the shape and dtype of the shared array.
-
-        Others are sent one by one, as upstream does, because a conversion could change their values.
-        """
-        shared = self._actions
-        if (
-            shared is not None
-            and type(actions) is type(shared)
-            and actions.dtype == shared.dtype
-            and actions.shape == shared.shape
-        ):
-            return None
-        rows = each(actions)
-        if len(rows) != self.num_envs:
-            raise InvalidArgumentError(
-                f"number of actions: {len(rows)}, expected {self.num_envs}, one for each environment"
-            )
-        return rows
-
     def begin_reset(self, requests: ResetRequests) -> None:
-        """Begin to reset environments.
-
-        :param requests: (seed, options) or None for each environment
-        """
+        """Begin to reset environments."""
         self.drain_answers()
         self._is_half_stepped = self._is_half_stepped and None in requests
         for worker in self.workers:
@@ -295,22 +248,16 @@ class Pool:
                 self.seeds[number] = request[0]
                 if self._restarts is not None:
                     self._restarts.record_reset(number, request[1])
-        self.send(worker, "reset", list(requests))
+        worker.send("reset", list(requests))
 
     def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
-        """Make the same call for some environments, and return the results.
-
-        :param environments: numbers of the environments
-        :param name: name of the call, a key of ``CALLS``
-        :param data: data of the call
-        """
+        """Make the same call for some environments, and return the results."""
         self.begin_call(environments, name, [data] * len(environments))
         return self.results()
 
     def begin_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
         """Begin a call for some environments.
 
-        :param environments: numbers of the environments
         :param name: name of the call, a key of ``CALLS``
         :param arguments: data of the call for each environment
         """
@@ -323,7 +270,7 @@ class Pool:
         if self._restarts is not None:
             self._restarts.record_call(*self._call)
         for number, calls in calls_by_worker.items():
-            self.send(self.workers[number], name, calls)
+            self.workers[number].send(name, calls)
 
     # -- answers
 
@@ -331,13 +278,11 @@ class Pool:
         """Wait for all answers.
 
         :param starting: whether the time limit is ``start_timeout``; default: ``step_timeout``
-        :param raise_failures: whether to raise answers that are a :class:`WorkerError`. Pools with restarts have such
-            answers
+        :param raise_failures: whether to raise answers that are a :class:`WorkerError`, as in pools with restarts
         :raises WorkerError: If a worker has failed, now or before.
         """
         self.raise_failure()
         self._receive(self.options.start_timeout if starting else self.options.step_timeout)
-        self.has_unread_answers = False
         if raise_failures:
             for worker in self.workers:
                 if isinstance(worker.answer, WorkerError):
@@ -345,7 +290,7 @@ class Pool:
 
     def layer_states(self) -> list[list[LayerState]]:
         """Return the state of the wrappers of each environment, see :mod:`rl_ext_core.recording.layers`."""
-        return self.call(range(len(self.worker_by_env)), "layer_states", None)
+        return self.call(range(self.num_envs), "layer_states", None)
 
     def restore_layers(self, environment: int, states: list[LayerState]) -> list[str]:
         """Set the state of the wrappers of one environment; return sentences on what is not restored."""
@@ -355,23 +300,15 @@ class Pool:
     def episode_logs(self) -> list[EpisodeLog | None]:
         """Return the log of each environment's episode; None for episodes that are not recorded."""
         self.drain_answers()
-        return [log.read() for log in self._logs] or [None] * len(self.worker_by_env)
+        return [log.read() for log in self._logs] or [None] * self.num_envs
 
     def repeat_episode(self, environment: int, log: EpisodeLog) -> Repetition:
-        """Repeat a recorded episode in an environment that was not used before.
-
-        :param environment: number of the environment
-        :param log: a log whose last call has returned
-        """
+        """Repeat a log whose last call has returned, in an unused environment."""
         (found,) = self.call([environment], REPEAT_EPISODE, log)
         return found  # type: ignore[no-any-return]
 
     def _receive(self, timeout: float | None, workers: Sequence[WorkerHandle] | None = None) -> None:
-        """Receive the answers of workers.
-
-        :param timeout: time limit in seconds for each group of workers; None for no limit
-        :param workers: the workers; default: all
-        """
+        """Receive the answers of workers. The timeout is that of each group of workers."""
         for group in self.failure_groups(self.workers if workers is None else workers):
             watch = group[0].watch
             # The time of a group begins here, so that it does not depend on the other groups.
@@ -401,10 +338,13 @@ class Pool:
     def drain_answers(self) -> None:
         """Wait for answers that were not read after an interrupt, and drop them."""
         self.raise_failure()
-        if self.has_unread_answers:
+        if self._awaits_answers():
             for worker in self.workers:
                 worker.wake_worker()
             self.wait()
+
+    def _awaits_answers(self) -> bool:
+        return any(worker.awaits_answer() for worker in self.workers)
 
     def is_ready(self, timeout: float) -> bool:
         """Return whether all answers arrive within a time limit in seconds."""
@@ -412,35 +352,22 @@ class Pool:
         return not _wait_while(self.workers, lambda worker: not worker.is_done(), time.monotonic(), timeout)
 
     def is_plain_step(self) -> bool:
-        """Return whether the last step had no infos, ended no episode, and had float rewards.
-
-        This is true for most steps.
-        """
-        # Comparing bytes takes a tenth of the time that NumPy takes.
+        """Return whether the last step had no infos, ended no episode, and had float rewards."""
+        # This is true for most steps. Comparing bytes takes a tenth of the time that NumPy takes.
         return self._flags == self._kinds == self._zeros and all(worker.answer is None for worker in self.workers)
 
     def entries(self, *, to_reset: bool = False) -> list[tuple[int, StepEntry]]:
-        """Return infos and last observations of the last step or reset, by environment number.
-
-        Environments without infos have no entry.
-
-        :param to_reset: whether the command was a reset; default: a step
-        """
-        answers = [(worker.first, self._get_answer(worker, to_reset) or ()) for worker in self.workers]
-        return [(n, entry) for first, answer in answers for n, entry in enumerate(answer, first) if entry is not None]
-
-    def _get_answer(self, worker: Any, to_reset: bool) -> Any:
-        """Return a worker's last answer. If the worker has failed, replace it first."""
-        if isinstance(worker.answer, WorkerError):
-            assert self._restarts is not None
-            return self._restarts.replace(self, worker, to_reset)
-        return worker.answer
+        """Return infos and last observations of the last step or reset, by environment number."""
+        found: list[tuple[int, StepEntry | None]] = []
+        for worker in self.workers:
+            if isinstance(worker.answer, WorkerError):
+                assert self._restarts is not None
+                self._restarts.replace(self, worker, to_reset)
+            found += enumerate(worker.answer or (), worker.first)
+        return [(number, entry) for number, entry in found if entry is not None]
 
     def observations(self, *, copy: bool = True) -> Any:
-        """Return the observations.
-
-        :param copy: whether to copy them; otherwise they are the shared arrays, which the next step overwrites
-        """
+        """Return the observations. Without ``copy``, the next step overwrites them."""
         if self._restarts is not None:
             self._restarts.last_observations = [array.copy() for array in self._observations]
         return self.layout.build_observation(
@@ -448,10 +375,7 @@ class Pool:
         )
 
     def results(self) -> list[Any]:
-        """Return the results of a call, after all workers have answered.
-
-        If an environment raised an exception, raise it.
-        """
+        """Return the results of a call, or raise the exception of an environment."""
         self.wait(raise_failures=True)
         answers: dict[int, Any] = {}
         results = []
@@ -465,16 +389,14 @@ class Pool:
                 if not self.options.caller.failed_calls_end:
                     raise result.to_exception()
                 worker = self.worker_by_env[number]
-                error = self._exception_error(worker, number - worker.first, self._call[1], result)
+                failure = describe_exception(worker.number, result)
+                error = self._environment_error(worker, number - worker.first, self._call[1], failure)
                 self.end(error)
                 raise error from error.__cause__
         return results
 
     def warn_about_conversions(self, upstream: str) -> None:
-        """Warn once if observations did not fit the dtype of their space.
-
-        :param upstream: name of the upstream class, which converts them too
-        """
+        """Warn once if observations did not fit the dtype of their space."""
         converted_flags = self.arrays["flags"] & CONVERTED
         if self._conversion_reported or not converted_flags.any():
             return
@@ -509,51 +431,40 @@ class Pool:
         assert watch.failure is not None
         with contextlib.suppress(WorkerError), watch.operation(""):
             pass  # the operation waits until the workers have ended
-        failure = watch.failure
-        worker = group[failure.worker]
-        error = self._environment_error(
-            worker,
-            worker.cells[Cell.ENVIRONMENT],
-            PHASES[worker.cells[Cell.PHASE]],
-            failure.what,
-            failure.rest,
-            kind=failure.kind,
-            exitcode=failure.exitcode,
-            traceback=failure.traceback,
-        )
-        error.__cause__ = failure.exception
-        self._record_crash(error)
-        return error
+        worker = group[watch.failure.worker]
+        cells = worker.cells
+        return self._environment_error(worker, cells[Cell.ENVIRONMENT], PHASES[cells[Cell.PHASE]], watch.failure)
 
-    def _environment_error(
-        self, worker: Any, environment: int, phase: str, what: str, rest: str = "", **more: Any
-    ) -> WorkerError:
-        """Return the exception for a failure of an environment.
-
-        :param worker: handle of the worker
-        :param environment: number of the environment in its worker
-        :param phase: one of ``PHASES``
-        :param what: description of the failure
-        :param rest: end of the description, after the phase
-        :param more: further arguments of WorkerError
-        """
+    def _environment_error(self, worker: Any, environment: int, phase: str, failure: Failure) -> WorkerError:
+        """Record the episode of an environment, and return the exception for its failure."""
         environment += worker.first
         seeds = self.options.worker_seeds or self.seeds
-        count, seed = len(self.seeds), seeds[environment]
+        count, seed = self.num_envs, seeds[environment]
         subject = f"{self.options.caller.label} {environment} of {count}" + ("" if seed is None else f" (seed {seed})")
         method = self._call[2][0][0] if phase in _NAMED_CALLS and self._call[2] else phase
         where = _PHASE_TEXTS.get(phase, f"in {getattr(method, '__name__', method)}")
-        lines = [f"{subject}, {where}: {what}{rest}"]
-        lines += [f"    {line}" for line in more.get("traceback", "").strip("\n").splitlines()]
+        lines = [f"{subject}, {where}: {failure.what}{failure.rest}"]
+        lines += [f"    {line}" for line in failure.traceback.strip("\n").splitlines()]
         if self.working_directory is not None:
             lines.append(f"Its working directory is {os.path.join(self.working_directory, str(worker.number))}")
-        elif phase == "constructor" and count > 1 and more["kind"] != "timeout":
+        elif phase == "constructor" and count > 1 and failure.kind != "timeout":
             lines.append(
                 "If the library allows fewer of them at a time, use fewer environments, for example n_envs=1; if they "
                 'collide over files, give each worker its own working directory: cwd="own"'
             )
-        notes = {"environment": environment}
-        return WorkerError("\n".join(lines), worker=worker.number, phase=phase, seed=seed, notes=notes, **more)
+        error = WorkerError(
+            "\n".join(lines),
+            worker=worker.number,
+            kind=failure.kind,
+            phase=phase,
+            seed=seed,
+            exitcode=failure.exitcode,
+            traceback=failure.traceback,
+            notes={"environment": environment},
+        )
+        error.__cause__ = failure.exception
+        self._record_crash(error)
+        return error
 
     def _record_crash(self, error: WorkerError) -> None:
         """Write a capsule of a failure, and add its path to the error text, if the episode is recorded."""
@@ -576,15 +487,6 @@ class Pool:
         )
         error.args = (f"{error}\n{text}",)
 
-    def _exception_error(self, worker: Any, environment: int, phase: str, raised: ExceptionRecord) -> WorkerError:
-        """Return the exception for an exception that an environment has raised."""
-        what = f"raised {raised.summary}"
-        more = {"kind": "exception", "traceback": raised.traceback}
-        error = self._environment_error(worker, environment, phase, what, ":", **more)
-        error.__cause__ = raised.to_exception()
-        self._record_crash(error)
-        return error
-
     # -- the end
 
     def close(self, timeout: float | None = None) -> None:
@@ -595,25 +497,21 @@ class Pool:
         :param timeout: time limit in seconds; default: ``close_timeout``
         :raises WorkerError: If an environment fails in ``close``. All workers have ended even then.
         """
-        failures: list[WorkerError] = []
+        failure = None
         if os.getpid() != self._owner:
             return
         limit = self.options.close_timeout if timeout is None else timeout
         try:
             if not self._ended:
-                patience = UNFINISHED_SECONDS if self.has_unread_answers and limit is None else limit
-                failures = self._close_environments(patience, limit)
+                patience = UNFINISHED_SECONDS if limit is None and self._awaits_answers() else limit
+                failure = self._close_environments(patience, limit)
         finally:
             self.end()
-        if failures:
-            raise failures[0]
+        if failure is not None:
+            raise failure
 
-    def _close_environments(self, patience: float | None, limit: float | None) -> list[WorkerError]:
-        """Close the environments, and return the failures.
-
-        :param patience: time limit in seconds for the commands that workers are executing; None for no limit
-        :param limit: time limit in seconds for closing; None for no limit
-        """
+    def _close_environments(self, patience: float | None, limit: float | None) -> WorkerError | None:
+        """Close environments, after waiting ``patience`` seconds for commands; return a failure."""
         begin = time.monotonic()
         for worker in self.workers:
             if worker.watch is not None:
@@ -624,14 +522,20 @@ class Pool:
         for worker in closing:
             if not worker.has_failed():
                 worker.discard_answer()
-                self.send(worker, "close", None)
+                worker.send("close", None)
         late += _wait_while(closing, lambda worker: worker.is_busy() or worker.is_alive(), begin, limit)
-        failures = [found for worker in self.workers if worker.is_done() and (found := self._close_error(worker))]
+        failures = [self._close_error(worker) for worker in self.workers if worker.is_done()]
         if late:
             number, at = late[0].cells[Cell.ENVIRONMENT], PHASES[late[0].cells[Cell.PHASE]]
             where = "in threads that go on after its close" if at == "idle" else f"in {at}"
-            self._warn_of_slow_close(late[0].first + number, where, begin)
-        return failures
+            caller = self.options.caller
+            warnings.warn(
+                f"{caller.label} {late[0].first + number} of {self.num_envs} was still {where} after "
+                f"{time.monotonic() - begin:.3g} s of closing, and its worker was ended: files that it writes may be "
+                f"incomplete. Use {caller.close_argument}=None to wait without a limit, or a larger number",
+                stacklevel=4,
+            )
+        return next(filter(None, failures), None)
 
     def _close_error(self, worker: WorkerHandle) -> WorkerError | None:
         """Return an environment's failure in ``close``; None for earlier failures."""
@@ -640,28 +544,16 @@ class Pool:
         if worker.watch.failure is None:
             with contextlib.suppress(EOFError):  # an actor has failed
                 worker.receive()
-                return worker.answer and self._exception_error(worker, worker.answer[0], "close", worker.answer[1])
+                if not worker.answer:
+                    return None
+                environment, raised = worker.answer
+                return self._environment_error(worker, environment, "close", describe_exception(worker.number, raised))
         error = self._group_error([other for other in self.workers if other.watch is worker.watch])
         # The last two are those of a worker that was killed before it closed.
         return error if error.phase in ("close", "start", "idle") else None
 
-    def _warn_of_slow_close(self, environment: int, where: str, begin: float) -> None:
-        """Warn that closing an environment exceeded its time limit."""
-        subject = f"{self.options.caller.label} {environment} of {len(self.seeds)}"
-        warnings.warn(
-            f"{subject} was still {where} after {time.monotonic() - begin:.3g} s of closing, and its worker was ended: "
-            f"files that it writes may be incomplete. Use {self.options.caller.close_argument}=None to "
-            "wait without a limit, or a larger number",
-            stacklevel=5,
-        )
-
     def end(self, failure: WorkerError | None = None) -> None:
-        """End the workers at once. In a forked process, do nothing.
-
-        If it is interrupted, it can be called again.
-
-        :param failure: failure to raise in later calls; default: none
-        """
+        """End the workers at once; later calls raise ``failure``. After an interrupt, call it again."""
         if os.getpid() == self._owner:
             self._ended, self._failure = True, self._failure or failure
             if hasattr(self, "_end"):  # otherwise no worker was started
@@ -694,7 +586,6 @@ def launch_processes(pool: Pool, workers: Sequence[WorkerHandle]) -> None:
 
 
 def _require_same_spaces(expected: Any, found: Sequence[Any], advice: str) -> Any:
-    """Return the expected spaces; raise if an environment has others."""
     for number, pair in enumerate(found):
         for name, one, other in zip(("observation_space", "action_space"), expected, pair, strict=True):
             if one != other:
@@ -708,13 +599,7 @@ def _require_same_spaces(expected: Any, found: Sequence[Any], advice: str) -> An
 def _wait_while(
     workers: Sequence[WorkerHandle], condition: Callable[[WorkerHandle], bool], begin: float, limit: float | None
 ) -> list[WorkerHandle]:
-    """Wait while a condition holds for any worker; return the workers for which it holds.
-
-    :param workers: the workers
-    :param condition: function of a worker
-    :param begin: begin of the wait, from ``time.monotonic()``
-    :param limit: time limit in seconds; None for no limit
-    """
+    """Wait up to ``limit`` seconds while a condition holds for any worker; return those workers."""
     pause = 0.0005
     while waiting := [worker for worker in workers if condition(worker)]:
         if limit is not None and time.monotonic() - begin > limit:
@@ -725,7 +610,6 @@ def _wait_while(
 
 
 def _interrupt_waits(workers: Sequence[WorkerHandle]) -> None:
-    """Wake this process from its waits for the answers of workers."""
     for worker in workers:
         worker.interrupt_wait()
 
@@ -733,10 +617,7 @@ def _interrupt_waits(workers: Sequence[WorkerHandle]) -> None:
 def _end_pool(
     owner: int, workers: Sequence[WorkerHandle], memories: Sequence[SharedMemory], working_directory: str | None
 ) -> None:
-    """End workers, close their memory and delete their empty folders.
-
-    Do nothing in a forked process. After an interrupt, call it again.
-    """
+    """End workers, close their memory, and delete empty folders. After an interrupt, call it again."""
     if os.getpid() != owner:
         return
     for worker in workers:
@@ -744,7 +625,6 @@ def _end_pool(
     for memory in memories:
         memory.close()
     if working_directory is not None:
-        # Delete folders that are empty.
         for folder in [*(os.path.join(working_directory, str(worker.number)) for worker in workers), working_directory]:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)

@@ -8,14 +8,12 @@ from typing import Any
 
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import _missing_dependency_error
-from rl_ext_core.processes import Failure
+from rl_ext_core.processes.failures import Failure, describe_exception
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.channel import Cell, WorkerHandle
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.worker import PHASES, WorkerEnvironments
-
-__all__ = ["ActorHandle", "launch_actors"]
 
 _PHASE_OF_COMMAND = {"build": "constructor", "map": "start"}
 
@@ -24,10 +22,7 @@ ActorAnswer = tuple[bytes, dict[str, Any]]
 
 
 class ActorFailure(Exception):  # noqa: N818 - the driver turns it into a WorkerError
-    """Failure of an environment, which the actor sends to the driver."""
-
-    def __init__(self, environment: int, phase: int, raised: ExceptionRecord) -> None:
-        super().__init__(environment, phase, raised)
+    """Environment, phase and exception record of a failure, for the driver."""
 
 
 class Actor:
@@ -88,7 +83,7 @@ class ActorHandle(WorkerHandle):
             self.pending = self._actor.execute.remote(message)
             self.cells[Cell.COMMAND] += 1
         elif name != "close":
-            self.watch.set_failure(self, "exit", "ray.shutdown() has ended it")
+            self.watch.failure = self.watch.failure or Failure(self.number, "exit", "ray.shutdown() has ended it")
 
     def receive(self) -> None:
         """Wait for the answers of all actors, if one is awaited.
@@ -181,35 +176,26 @@ class ActorWatch:
             try:
                 answers = self._ray.get([other.pending for other in awaited], timeout=self._timeout)
             except self._errors as error:
-                self._find_failure(awaited, error)
+                self.failure = self._describe_failure(awaited, error)
         if self.failure is not None:
             raise EOFError("an actor has failed")
         for other, answer in zip(awaited, answers, strict=True):
             other.store(answer)
 
-    def set_failure(self, worker: ActorHandle, kind: str, what: str, rest: str = "", **more: Any) -> None:
-        """Set the failure, unless there is one."""
-        self.failure = self.failure or Failure(worker.number, kind, None, what, what, rest, **more)
-
-    def _find_failure(self, awaited: Sequence[ActorHandle], error: Exception) -> None:
-        """Set the failure for an error of ``ray.get``."""
+    def _describe_failure(self, awaited: Sequence[ActorHandle], error: Exception) -> Failure:
         if isinstance(error, self._ray.exceptions.GetTimeoutError):
             late = next((worker for worker in awaited if not self.has_answered(worker)), awaited[0])
-            self.set_failure(late, "timeout", f"did not answer within {self._timeout:g} s")
-            return
+            return Failure(late.number, "timeout", f"did not answer within {self._timeout:g} s")
         worker = next(worker for worker in awaited if self.has_answered(worker) and self._has_raised(worker))
         raised = getattr(error, "cause", error)
         if isinstance(raised, ActorFailure):
             worker.cells[Cell.ENVIRONMENT], worker.cells[Cell.PHASE], record = raised.args
-            more = {"traceback": record.traceback, "exception": record.to_exception()}
-            self.set_failure(worker, "exception", f"raised {record.summary}", ":", **more)
-            return
+            return describe_exception(worker.number, record)
         several = worker.last - worker.first > 1
         which = f", with environments {worker.first} to {worker.last - 1}," if several else ""
-        self.set_failure(worker, "exit", f"its actor{which} has died: {error}")
+        return Failure(worker.number, "exit", f"its actor{which} has died: {error}")
 
     def _has_raised(self, worker: ActorHandle) -> bool:
-        """Return whether an answer that has arrived is an error."""
         try:
             self._ray.get(worker.pending)
         except self._errors:
@@ -218,11 +204,8 @@ class ActorWatch:
 
 
 def launch_actors(pool: Pool, workers: Sequence[Any], *, actor_options: Mapping[str, Any]) -> None:
-    """Start the workers of a pool in Ray actors.
+    """Start the workers of a pool in Ray actors with these options.
 
-    :param pool: the pool
-    :param workers: its handles, which are ActorHandle
-    :param actor_options: options of each actor, for ``ray.remote(...).options``
     :raises MissingDependencyError: If Ray is not installed.
     """
     try:

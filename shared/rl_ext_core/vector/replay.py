@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.environments import Caller, PoolOptions
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.worker import require_dict
-
-__all__ = ["ReplayResult", "play"]
 
 _STEP_TIMEOUT, _START_TIMEOUT = 60.0, 600.0
 
@@ -84,12 +81,10 @@ class ReplayResult:
 
 
 def _agree(one: str, other: str) -> bool:
-    """Whether two texts are equal, or one of them is not known."""
     return not one or not other or one == other
 
 
 def _last_line(failure: RecordedFailure) -> str:
-    """Return the last line of a traceback, which is the exception; empty if it is not known."""
     return failure.traceback.strip().rpartition("\n")[2].strip()
 
 
@@ -118,7 +113,7 @@ def _innermost_frame(traceback: str) -> str:
 class _RepeatedEpisode(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Environment whose resets and steps make the next call of a recorded episode.
 
-    Their info contains whether the call returned something else than in the log.
+    Their info contains the first step that has differed from the log.
     """
 
     def __init__(self, recorder: EpisodeRecorder, log: EpisodeLog) -> None:
@@ -126,24 +121,19 @@ class _RepeatedEpisode(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._calls = recorder.repeat_calls(log)
 
     def reset(self, **_: Any) -> Any:
-        """Make the first call, which is a reset."""
-        observation, info, differs = next(self._calls)
+        observation, info, first_difference = next(self._calls)
         require_dict(info, "reset")
-        return observation, {"differs": differs}
+        return observation, {"first difference": first_difference}
 
     def step(self, action: Any) -> Any:
-        """Make the next call."""
-        observation, info, differs = next(self._calls)
+        observation, info, first_difference = next(self._calls)
         require_dict(info, "step")
-        return observation, 0.0, False, False, {"differs": differs}
+        return observation, 0.0, False, False, {"first difference": first_difference}
 
 
 def _build_env(capsule: Capsule, source: str | None, folder: str, created: str) -> _RepeatedEpisode:
     """Build the environment of a capsule, in the state before the recorded episode.
 
-    :param source: ``--env`` of the command line; default: the pickled factory of the capsule
-    :param folder: folder of temporary files
-    :param created: as for ``protect_files``
     :raises InvalidArgumentError: If the factory cannot be loaded, or the environment has other wrappers or spaces.
     """
     with contextlib.suppress(ImportError):  # Windows
@@ -154,44 +144,36 @@ def _build_env(capsule: Capsule, source: str | None, folder: str, created: str) 
     protect_files(folder, created)
     if not {"", os.getcwd()} & set(sys.path):  # the command of an installed package does not have it
         sys.path.insert(0, os.getcwd())
+    factory = None
     try:
         factory = capsule.load_factory() if source is None else as_factory(load_source(source))
-    except RlExtError:
-        raise
-    except Exception as error:
-        raise _loading_error(error) from error
-    try:
         env = as_gymnasium_env(factory())
-    except ModuleNotFoundError as error:  # a factory may load the module of the environment when it is called
-        raise _loading_error(error) from error
-    log, layers = capsule.log, layers_of(env)
+    except Exception as error:
+        # A factory may load the module of the environment when it is called.
+        has_failed = factory is not None and not isinstance(error, ModuleNotFoundError)
+        if has_failed or isinstance(error, RlExtError):
+            raise
+        raise InvalidArgumentError(
+            f"the factory of the capsule cannot be loaded ({type(error).__name__}: {error}); expected its module on "
+            "the import path. Start rl-ext in the folder of its module, or pass --env module:function"
+        ) from error
+    log, layers, recorder = capsule.log, layers_of(env), EpisodeRecorder(env)
     # The innermost layer is the environment, which has this generator. Wrappers do not have it.
     depth = next((number + 1 for number, name in log.generators if name == "_np_random"), len(layers))
-    if len(layers) != depth:
-        raise _unlike_error(layers, f"{len(layers) - 1} instead of {depth - 1} wrappers")
-    recorder = EpisodeRecorder(env)
+    difference = "" if len(layers) == depth else f"{len(layers) - 1} instead of {depth - 1} wrappers"
     try:
-        recorder.restore_beginning(log)
+        if not difference:
+            recorder.restore_beginning(log)
     except Exception as error:
-        raise _unlike_error(layers, f"{type(error).__name__}: {error}") from error
+        difference = f"{type(error).__name__}: {error}"
+    if difference:
+        names = " of ".join(type(layer).__name__ for layer in layers)
+        raise InvalidArgumentError(
+            f"the environment, {names}, is not built like the recorded one ({difference}); expected the same wrappers "
+            "and spaces. Use --env module:function, with a function that builds them all, also the Monitor that "
+            "make_vec_env adds"
+        )
     return _RepeatedEpisode(recorder, log)
-
-
-def _loading_error(error: Exception) -> InvalidArgumentError:
-    """Return the exception for a factory that cannot be loaded."""
-    return InvalidArgumentError(
-        f"the factory of the capsule cannot be loaded ({type(error).__name__}: {error}); expected its module on the "
-        "import path. Start rl-ext in the folder of its module, or pass --env module:function"
-    )
-
-
-def _unlike_error(layers: Sequence[Any], reason: str) -> InvalidArgumentError:
-    """Return the exception for an environment that has other wrappers or spaces than the recorded one."""
-    return InvalidArgumentError(
-        f"the environment, {' of '.join(type(layer).__name__ for layer in layers)}, is not built like the recorded one "
-        f"({reason}); expected the same wrappers and spaces. Use --env module:function, with a function that builds "
-        "them all, also the Monitor that make_vec_env adds"
-    )
 
 
 # -- in the process of the command
@@ -217,7 +199,13 @@ def play(capsule: Capsule, source: str | None = None) -> ReplayResult:
         created = Path(folder, "created")
         created.touch()
         stack.callback(remove_created, created)
-        pool = _start(functools.partial(_build_env, capsule, source, folder, str(created)), options)
+        build = functools.partial(_build_env, capsule, source, folder, str(created))
+        try:
+            pool = Pool([build], options, autoreset=Autoreset.DISABLED)
+        except WorkerError as error:
+            if isinstance(error.__cause__, RlExtError):  # the project's own exceptions are raised unchanged
+                raise error.__cause__ from None
+            raise
         stack.callback(pool.end)
         for number, (name, _) in enumerate(capsule.log.calls):
             steps += name == "step"
@@ -231,16 +219,5 @@ def play(capsule: Capsule, source: str | None = None) -> ReplayResult:
                 failure = dataclasses.replace(RecordedFailure.from_error(error), phase=name)
                 return ReplayResult(failure, steps, first_difference)
             ((_, (info, reset_info, _, _)),) = pool.entries(to_reset=number == 0)
-            if first_difference is None and (reset_info or info)["differs"]:
-                first_difference = steps
+            first_difference = (reset_info or info)["first difference"]
     return ReplayResult(None, steps, first_difference)
-
-
-def _start(build: Any, options: PoolOptions) -> Pool:
-    """Start a worker that builds the environment; raise the project's own exceptions unchanged."""
-    try:
-        return Pool([build], options, autoreset=Autoreset.DISABLED)
-    except WorkerError as error:
-        if isinstance(error.__cause__, RlExtError):
-            raise error.__cause__ from None
-        raise

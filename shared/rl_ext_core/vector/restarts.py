@@ -11,19 +11,14 @@ import numpy as np
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes.report import ExceptionRecord
+from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import WorkerHandle
 from rl_ext_core.vector.memory_layout import TRUNCATED
 from rl_ext_core.vector.worker import StepEntry
 
-__all__ = ["Restarts"]
-
 _log = logging.getLogger("rl_ext_core.vector")
-
-# Calls that may change an environment, with their names in messages.
-_SETTER_NAMES = {"env_method": "env_method({!r})", "call": "call({!r})"}
-_SETTER_NAMES |= dict.fromkeys(("set_attr", "set_wrapper_attr"), "set_attr({!r})")
 
 
 class Restarts:
@@ -55,14 +50,15 @@ class Restarts:
     def record_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
         """Record a call that begins, if it may change the environments."""
         self._begun = []
-        if name in _SETTER_NAMES:
-            # Pickle the arguments now, because the caller may change them, and what cannot be sent changes nothing.
-            packed = {id(argument): channel.pack_by_value(argument) for argument in arguments}
-            calls = [(self._settings[n], (name, arg[0]), arg) for n, arg in zip(environments, arguments, strict=True)]
+        if name not in RECORDED_CALLS:
+            return
+        # Pickle the arguments now, because the caller may change them, and what cannot be sent changes nothing.
+        packed = {id(argument): channel.pack_by_value(argument) for argument in arguments}
+        for number, argument in zip(environments, arguments, strict=True):
+            settings, key = self._settings[number], (name, argument[0])
             if name.startswith("set_"):
-                self._begun = [(settings, key, settings.get(key), packed[id(arg)]) for settings, key, arg in calls]
-            for settings, key, _ in calls:  # until the call has succeeded
-                settings[key] = None
+                self._begun.append((settings, key, settings.get(key), packed[id(argument)]))
+            settings[key] = None  # until the call has succeeded
 
     def record_results(self, results: Sequence[Any]) -> None:
         """Record the attributes that the call has set."""
@@ -77,19 +73,16 @@ class Restarts:
 
     # -- replacements
 
-    def replace(self, pool: Any, worker: WorkerHandle, to_reset: bool) -> list[StepEntry]:
-        """Replace a failed worker, reset its environments, and return their entries.
-
-        :raises WorkerError: If ``max_restarts`` is reached.
-        """
+    def replace(self, pool: Any, worker: WorkerHandle, to_reset: bool) -> None:
+        """Replace a failed worker and reset its environments, whose entries become its answer."""
         try:
-            return self._replace(pool, worker, worker.answer, to_reset)
+            self._replace(pool, worker, worker.answer, to_reset)
         except BaseException as error:
             text = "these workers were ended, because the replacement of one was interrupted. Make new environments"
             pool.end(error if isinstance(error, WorkerError) else WorkerError(text))
             raise
 
-    def _replace(self, pool: Any, worker: WorkerHandle, first: WorkerError, to_reset: bool) -> list[StepEntry]:
+    def _replace(self, pool: Any, worker: WorkerHandle, first: WorkerError, to_reset: bool) -> None:
         failure = first
         timings, limit = pool.timings, pool.options.max_restarts
         # Without SAME_STEP, the caller gets the end of the episode now, and the next episode after the next step.
@@ -116,8 +109,7 @@ class Restarts:
         if delays_reset:
             for array, before in zip(pool._observations, self.last_observations, strict=True):
                 array[rows] = before[rows]
-        pool.has_unread_answers, worker.answer = False, entries
-        return entries
+        worker.answer = entries
 
     def _restart(self, pool: Any, worker: WorkerHandle, *, same_seeds: bool, delays_reset: bool) -> Any:
         """Replace the process of a worker once, and return the answer to the reset.
@@ -130,39 +122,33 @@ class Restarts:
         worker.end()
         worker.attempt += 1
         pool.launch([worker])
-        _await_answer(pool, worker, starting)
-        pool.send(worker, "map", pool.layout)
-        _await_answer(pool, worker, starting)
+        _ask(pool, worker, starting)
+        _ask(pool, worker, starting, "map", pool.layout)
         part = slice(worker.first, worker.last)
         for number, calls in enumerate(self._settings[part]):
             for (command, name), packed in calls.items():
                 if packed is not None:
-                    pool.send(worker, command, [(number, channel.unpack(packed))])
-                    if isinstance(channel.unpack(_await_answer(pool, worker, stepping)[0]), ExceptionRecord):
+                    (answer,) = _ask(pool, worker, stepping, command, [(number, channel.unpack(packed))])
+                    if isinstance(channel.unpack(answer), ExceptionRecord):
                         calls[command, name] = None
         seeds = pool.seeds[part]
         if not same_seeds:
             seeds = [None if seed is None else _next_seed(seed, worker.attempt) for seed in seeds]
         options = map(channel.unpack, self._reset_options[part])
         pool.send_reset(worker, list(zip(seeds, options, strict=True)))
-        infos = _await_answer(pool, worker, stepping)
+        infos = _ask(pool, worker, stepping)
         if delays_reset and pool.autoreset is Autoreset.NEXT_STEP:
-            pool.send(worker, "reset at next step", None)
-            _await_answer(pool, worker, stepping)
+            _ask(pool, worker, stepping, "reset at next step", None)
         return infos
 
     def _describe(self, pool: Any, failure: WorkerError, number: int) -> str:
-        """Return the text of ``info["worker_error"]`` for a new environment.
-
-        :param failure: failure of the earlier worker
-        :param number: number of the environment
-        """
+        """Return the text of ``info["worker_error"]`` for the new environment after a failure."""
         reset = {"seed": pool.seeds[number], "options": channel.unpack(self._reset_options[number])}
         arguments = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in reset.items() if value is not None)
         repeated: list[str] = []
         missing: list[str] = []
         for (command, name), packed in self._settings[number].items():
-            (missing if packed is None else repeated).append(_SETTER_NAMES[command].format(name))
+            (missing if packed is None else repeated).append(f"{command.replace('_wrapper', '')}({name!r})")
         repeated += [f"reset({arguments})"] if arguments else []
         lines = [str(failure)]
         if repeated:
@@ -172,11 +158,10 @@ class Restarts:
         return "\n".join(lines)
 
 
-def _await_answer(pool: Any, worker: WorkerHandle, timeout: float | None) -> Any:
-    """Wait for the answer of a new worker, and return it.
-
-    :raises WorkerError: If the worker has failed.
-    """
+def _ask(pool: Any, worker: WorkerHandle, timeout: float | None, *command: Any) -> Any:
+    """Send a command, if there is one, and return the answer of a new worker; raise its failure."""
+    if command:
+        worker.send(*command)
     pool._receive(timeout, [worker])
     if isinstance(worker.answer, WorkerError):
         raise worker.answer

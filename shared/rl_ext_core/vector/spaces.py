@@ -11,8 +11,6 @@ from gymnasium import spaces
 
 from rl_ext_core.vector.array_frameworks import to_numpy
 
-__all__ = ["convert_space", "device_of", "find_attribute"]
-
 
 def find_attribute(env: Any, *names: str) -> Any:
     """Return the first attribute of an environment, or of ``env.unwrapped``, that is not None."""

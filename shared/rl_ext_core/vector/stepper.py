@@ -24,20 +24,6 @@ from rl_ext_core.vector.autoreset import (
 )
 from rl_ext_core.vector.spaces import find_attribute
 
-__all__ = [
-    "RESET_RESULT",
-    "STATISTICS",
-    "STEP_RESULT",
-    "Stepper",
-    "check_result_length",
-    "drop_final_keys",
-    "infos_to_dict",
-    "is_mask",
-    "is_per_env",
-    "num_envs_of",
-    "object_array",
-]
-
 Array = np.ndarray[Any, Any]
 
 # Name of a method of environments, and the values that it returns.
@@ -84,11 +70,8 @@ class Stepper:
         require_synchronous(env)
         require_time_limits_per_env(env)
         self.env, self.num_envs = env, cast(int, num_envs_of(env))
-        self._base, self._rules, self._missing_final_obs = (
-            getattr(env, "unwrapped", env),
-            get_library_rules(env),
-            missing_final_obs,
-        )
+        self._base, self._rules = getattr(env, "unwrapped", env), get_library_rules(env)
+        self._missing_final_obs = missing_final_obs
         self._mode = find_autoreset_mode(env, autoreset_mode, uses_torch=uses_torch)
         self._reset_rows: PartialReset | None = None
         if self._mode in (Autoreset.NEXT_STEP, Autoreset.DISABLED):
@@ -104,10 +87,8 @@ class Stepper:
         return self._mode is Autoreset.SAME_STEP
 
     def step(self, action: Any) -> tuple[Any, ...]:
-        """Step the environment.
+        """Step the environment, and return its five values.
 
-        :param action: actions of all rows
-        :return: observation, reward, terminated, truncated and info, as the environment returned them
         :raises EnvironmentOutputError: If the environment did not return five values.
         """
         self.previous, self.current = self.current, None
@@ -212,14 +193,10 @@ class Stepper:
         return observation, info
 
     def begin(self, observation: Any) -> None:
-        """Store a copy of an observation, if it is needed later.
-
-        Call it after resets of the environment that do not go through this stepper.
-        """
+        """Store a copy of an observation, if needed, also after a reset that bypassed this stepper."""
         self.current = map_arrays(copy_output, observation) if self._stores_observations else None
 
     def _find_partial_reset(self) -> PartialReset:
-        """Return the function that resets rows of the environment, or raise if there is none."""
         if self._mode is Autoreset.NEXT_STEP and not self._rules.keeps_other_rows:
             raise InvalidArgumentError(
                 f"{type(self._base).__name__} resets sub-environments one step after their episodes have ended "
@@ -257,9 +234,8 @@ def num_envs_of(env: Any) -> int | None:
 
 
 def check_result_length(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return the values that reset or step returned, or raise if their number is wrong.
+    """Return the values that reset or step returned.
 
-    :param result: tuple or list of the values
     :param expected: ``RESET_RESULT`` or ``STEP_RESULT``
     :raises EnvironmentOutputError: If ``result`` has another number of values.
     """
@@ -278,12 +254,7 @@ def is_per_env(values: Any) -> bool:
 
 
 def is_mask(info: dict[str, Any], key: Any, count: int) -> bool:
-    """Return whether ``info[key]`` is gymnasium's mask of the rows that have another entry.
-
-    :param info: info of a vectorized environment
-    :param key: ``"_name"`` for the mask of ``"name"``
-    :param count: number of rows
-    """
+    """Return whether ``info[key]`` is gymnasium's mask of the rows that have another entry."""
     mask: Any = info.get(key) if isinstance(key, str) and key[:1] == "_" and key[1:] in info else None
     has_rows = getattr(mask, "shape", None) == (count,)
     return has_rows and bool(mask.dtype == bool or str(mask.dtype) == "torch.bool")
@@ -297,33 +268,25 @@ def drop_final_keys(info: Any) -> Any:
 
 
 def infos_to_dict(infos: Any) -> Any:
-    """Convert a list of infos to a dict of object arrays and masks.
-
-    :param infos: list or object array with a dict or None for each row; other values are returned as is
-    """
+    """Convert a list with a dict or None for each row to a dict of object arrays and masks."""
     if not is_per_env(infos):
         return infos
     parts = [part if isinstance(part, dict) else {} for part in infos]
     collected: dict[str, Any] = {}
     for key in dict.fromkeys(key for part in parts for key in part):
         values = [part.get(key) for part in parts]
-        collected[key] = (
-            infos_to_dict(values) if any(isinstance(value, dict) for value in values) else object_array(values)
-        )
+        is_nested = any(isinstance(value, dict) for value in values)
+        collected[key] = infos_to_dict(values) if is_nested else object_array(values)
         collected[f"_{key}"] = np.array([key in part for part in parts])
     return collected
 
 
 def object_array(values: list[Any]) -> Array:
     """Return an ``(len(values),)`` array with dtype object."""
-    array = np.empty(len(values), object)
-    for place, value in enumerate(values):
-        array[place] = value
-    return array
+    return np.fromiter(values, object, len(values))
 
 
 def _find_entry(info: Any, *names: str) -> Any:
-    """Return the first entry of an info that has one of the names, or None."""
     if isinstance(info, list):
         each = [_find_entry(part, *names) for part in info]
         return each if any(part is not None for part in each) else None
@@ -337,8 +300,6 @@ def _select_final_rows(final: Any, rows: Any, count: int) -> Any:
     """Return the last observations of some rows.
 
     :param final: a batch of all rows or of these rows, or an observation or None for each, or dicts and tuples of these
-    :param rows: indices of the rows
-    :param count: number of all rows
     :raises EnvironmentOutputError: If ``final`` has another number of rows, or lacks a row.
     """
     if isinstance(final, dict):

@@ -14,13 +14,13 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, _combined_error_class
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.environments import PoolOptions, store_reward
 from rl_ext_core.vector.memory_layout import OTHER_REWARD, TERMINATED, TRUNCATED
 from rl_ext_core.vector.pool import Pool
 
-__all__ = ["SharedMemoryVectorEnv"]
+_INTERRUPTED = "interrupted step"  # pending call after Ctrl-C in step()
 
 
 class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
@@ -51,7 +51,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         directory; at most ten files ``crash-*.rlx`` are written to a folder. False: record nothing. Default: True
     :raises WorkerError: If a worker has failed, in any call. Its cause is the environment's exception, if there is one.
         All workers have ended.
-    :raises EnvironmentOutputError: If the spaces of environments differ. It is also a RuntimeError.
+    :raises EnvironmentOutputError: If the spaces of environments differ.
     :raises InvalidArgumentError: If an option has another value, or observations are not arrays of fixed shape. Also in
         calls other than ``close`` from a process that was forked from the one that created the environments.
 
@@ -106,24 +106,14 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
                 f"max_concurrency={max_concurrency!r} and n_workers={n_workers!r} mean the same; expected one of them. "
                 "Leave one out"
             )
+        n_workers = max_concurrency if n_workers is None else n_workers
         options = PoolOptions(
-            context,
-            max_concurrency if n_workers is None else n_workers,
-            start_timeout,
-            step_timeout,
-            close_timeout,
-            restart,
-            max_restarts,
-            recorder=recorder,
+            context, n_workers, start_timeout, step_timeout, close_timeout, restart, max_restarts, recorder=recorder
         )
         mode = AutoresetMode(Autoreset.parse(autoreset_mode, suggestion="NextStep").value)
         self.copy, self.autoreset_mode = copy, mode
-        try:
-            pool = self._pool = Pool(env_fns, options, autoreset=Autoreset(mode.value))
-        except EnvironmentOutputError as error:
-            raise _combined_error_class(EnvironmentOutputError, RuntimeError())(*error.args) from None
+        pool = self._pool = Pool(env_fns, options, autoreset=Autoreset(mode.value))
         self.closed, self._pending, self.num_envs = False, "", pool.num_envs
-        self._is_interrupted = False  # whether the pending step is one of step() that was interrupted
         self.timings = pool.timings
         self.single_observation_space, self.single_action_space = pool.spaces
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
@@ -149,8 +139,8 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         :raises InvalidTypeError: If ``reset_mask`` is not a bool array.
         :raises InvalidArgumentError: If ``reset_mask`` or the list of seeds has another length, or the mask is empty.
         """
-        if self._is_interrupted:  # the pool drops the answers
-            self._pending, self._is_interrupted = "", False
+        if self._pending == _INTERRUPTED:
+            self._pending = ""  # the pool drops the answers
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
@@ -159,8 +149,6 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> None:
         """Begin to reset environments. :meth:`reset_wait` returns the result.
 
-        :param seed: as in :meth:`reset`
-        :param options: as in :meth:`reset`
         :raises AlreadyPendingCallError: If the result of another call is pending.
         """
         self._require_idle("reset_async")
@@ -240,28 +228,23 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         try:
             return self.step_wait()
         except BaseException:
-            self._is_interrupted = bool(self._pending)
+            self._pending = self._pending and _INTERRUPTED
             raise
 
     # -- attributes and methods of environments
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each environment, or get an attribute.
+        """Call a method of each environment, or get an attribute, and return the results.
 
         An exception in an environment is raised here. The environments stay usable.
-
-        :param name: name of the method or attribute
-        :return: the result of each environment
         """
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
     def call_some(self, indices: Sequence[int], name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of some environments, or get an attribute.
+        """Call a method of some environments, or get an attribute, as :meth:`call` does for all.
 
         :param indices: numbers of the environments
-        :param name: name of the method or attribute
-        :return: the result of each of these environments
         """
         self._require_callable("call_some", name)
         return self._pool.call(indices, "call", (name, args, kwargs))
@@ -269,7 +252,6 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Begin to call a method, or get an attribute. :meth:`call_wait` returns the results.
 
-        :param name: name of the method or attribute
         :raises AlreadyPendingCallError: If the result of another call is pending.
         """
         self._require_callable("call_async", name)
@@ -277,10 +259,9 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         self._pending = "call"
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Wait for the results of :meth:`call_async`.
+        """Wait for the results of :meth:`call_async`, one for each environment.
 
         :param timeout: float, time limit in seconds, default: none
-        :return: the result of each environment
         :raises TimeoutError: If the limit is reached (``multiprocessing.TimeoutError``). The result is dropped.
         """
         self._wait("call", timeout)
@@ -297,7 +278,6 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of each environment.
 
-        :param name: name of the attribute
         :param values: list or tuple of a value for each environment, or one value for all
         :raises InvalidArgumentError: If the number of values is not the number of environments.
         """
@@ -343,30 +323,24 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         """Do nothing, because the pool ends its workers when it is garbage-collected. gymnasium's would call close."""
 
     def _require_idle(self, method: str) -> None:
-        """Raise if the environments are closed, have failed, or execute an async call."""
         self._require_open()
         self._pool.raise_failure()
-        if self._is_interrupted:
-            raise AlreadyPendingCallError(
-                f"Calling `{method}` after an interrupted step, whose result belongs to other actions: expected a "
-                "reset. Use envs.reset(), or model.set_env(model.get_env()) before learn() of Stable Baselines3",
-                self._pending,
+        if not self._pending:
+            return
+        text = f"while waiting for a pending call to `{self._pending}` to complete. Use {self._pending}_wait() first"
+        if self._pending == _INTERRUPTED:
+            text = (
+                "after an interrupted step, whose result belongs to other actions: expected a reset. Use envs.reset(), "
+                "or model.set_env(model.get_env()) before learn() of Stable Baselines3"
             )
-        if self._pending:
-            raise AlreadyPendingCallError(
-                f"Calling `{method}` while waiting for a pending call to `{self._pending}` to complete. Use "
-                f"{self._pending}_wait() first",
-                self._pending,
-            )
+        raise AlreadyPendingCallError(f"Calling `{method}` {text}", self._pending)
 
     def _require_callable(self, method: str, name: str) -> None:
-        """Raise if ``call(name)`` is not supported or cannot begin now."""
         self._require_idle(method)
         if name in ("reset", "step", "close", "_setattr", "_check_spaces"):  # AsyncVectorEnv's own commands
             raise InvalidArgumentError(f"call({name!r}) is not supported; use envs.{name}(...)")
 
     def _require_open(self) -> None:
-        """Raise if the environments are closed."""
         if self.closed:
             raise ClosedEnvironmentError(
                 f"this {type(self).__name__} is closed; create a new one: {type(self).__name__}(env_fns)"
@@ -375,7 +349,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     def _wait(self, what: str, timeout: float | None) -> None:
         """Wait for the async call ``what``; raise if it is not pending or exceeds the timeout."""
         self._require_open()
-        if self._pending != what:
+        if self._pending not in (what, f"interrupted {what}"):
             raise NoAsyncCallError(
                 f"Calling `{what}_wait` without any prior call to `{what}_async`. Use {what}_async(...) first", what
             )
@@ -383,19 +357,13 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             # The next command waits for late answers, and drops them.
             self._pending = ""
             raise multiprocessing.TimeoutError(f"the environments did not {what} within {timeout:g} s")
-        self._pool.wait(raise_failures=what == "call")
+        self._pool.wait()
         # Until here, another wait can follow Ctrl-C.
-        self._pending, self._is_interrupted = "", False
+        self._pending = ""
 
 
 def _parse_reset_mask(found: Any, num_envs: int) -> Sequence[bool]:
-    """Return which environments to reset.
-
-    :param found: ``options["reset_mask"]``; None for all environments
-    :param num_envs: number of environments
-    :raises InvalidTypeError: If the mask is not a bool array.
-    :raises InvalidArgumentError: If the mask has another shape, or is False everywhere.
-    """
+    """Return which environments to reset, by ``options["reset_mask"]``; None means all."""
     if found is None:
         return [True] * num_envs
     advice = f"Use numpy.zeros({num_envs}, bool), with True where an environment is to be reset"

@@ -28,18 +28,8 @@ from rl_ext_core.vector.memory_layout import (
     TERMINATED,
     TRUNCATED,
     MemoryLayout,
-    ObservationSlot,
 )
 from rl_ext_core.vector.stepper import RESET_RESULT, STEP_RESULT, check_result_length
-
-__all__ = [
-    "IDLE_FRAMES",
-    "PHASES",
-    "WorkerEnvironments",
-    "map_log",
-    "require_dict",
-    "run_worker",
-]
 
 REPEAT_EPISODE = "repeat_episode"
 PHASES = ("start", "idle", "constructor", "reset", "step", "close", *CALLS, REPEAT_EPISODE)
@@ -65,13 +55,9 @@ def run_worker(
     """Build environments, and execute commands until the parent closes its end.
 
     :param end: arguments of :class:`~rl_ext_core.vector.channel.WorkerChannel`
-    :param memory: memory of the shared arrays
-    :param first: number of the first environment
-    :param env_fns: functions that build the environments
     :param directory: working directory to create, and the folder to copy to it or None. None keeps the present one
-    :param autoreset: autoreset mode of the environments
-    :param logs: memory of the episode logs of the pool; None records no episodes
-    :param initializer: function to call first; None: nothing
+
+    The other parameters are those of :class:`WorkerEnvironments` and of ``PoolOptions``.
     """
     if initializer is not None:
         initializer()
@@ -95,11 +81,7 @@ def run_worker(
 
 
 def map_log(memory: SharedMemory, environment: int) -> Any:
-    """Map the memory of an episode log.
-
-    :param memory: memory of the logs of all environments of a pool
-    :param environment: number of the environment
-    """
+    """Map the log of an environment, in the memory of a pool's logs."""
     return memory.map(LOG_BYTES, environment * LOG_BYTES)
 
 
@@ -148,7 +130,6 @@ class WorkerEnvironments:
         self._answer(pack([(env.observation_space, env.action_space) for env in self._envs]))
 
     def _set_phase(self, number: int, phase: int) -> None:
-        """Record in shared memory which environment executes which method."""
         self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE] = number, phase
 
     def _answer(self, message: bytes) -> None:
@@ -176,12 +157,14 @@ class WorkerEnvironments:
             self._answer(pack([self._call_environment(number, name, argument) for number, argument in data]))
 
     def _call_environment(self, number: int, name: str, argument: Any) -> bytes:
-        """Call an environment, and return its pickled result or exception."""
         self._set_phase(number, PHASES.index(name))
         env = self._envs[number]
         try:
             if name == REPEAT_EPISODE:
-                return pack(self._repeat_episode(number, argument))
+                repetition = env.repeat(argument)
+                for slot in self._slots[number]:
+                    slot.write(repetition.observation)
+                return pack(Repetition(None, repetition.first_difference))
             if isinstance(env, EpisodeRecorder):
                 if name in RECORDED_CALLS:
                     return pack(env.make_recorded_call(name, argument))
@@ -191,13 +174,6 @@ class WorkerEnvironments:
             # The environment stays usable, so the caller gets the exception and may continue.
             return pack(ExceptionRecord.from_exception(error))
 
-    def _repeat_episode(self, number: int, log: Any) -> Any:
-        """Repeat a recorded episode, and write its last observation to shared memory."""
-        repetition = self._envs[number].repeat(log)
-        for slot in self._slots[number]:
-            slot.write(repetition.observation)
-        return Repetition(None, repetition.first_difference)
-
     def close_open_environments(self) -> None:
         """Close the environments that are still open, ignoring errors, because this process ends."""
         while self._envs:
@@ -205,30 +181,22 @@ class WorkerEnvironments:
                 self._envs.pop().close()
 
     def _close(self) -> None:
-        """Close all environments, and answer with the first error."""
-        failed: Exception | None = None
+        message = b""
         for number, env in enumerate(self._envs):
-            if failed is None:
-                self._set_phase(number, _CLOSE)
+            self._set_phase(number, _CLOSE)
             try:
                 env.close()
             except Exception as error:
-                failed = failed or error
+                message = message or pack((number, ExceptionRecord.from_exception(error)))
         self._envs.clear()
-        # The error is sent rather than raised, so that other workers can close their environments.
-        self._answer(
-            b"" if failed is None else pack((self._cells[Cell.ENVIRONMENT], ExceptionRecord.from_exception(failed)))
-        )
+        # The first error is sent rather than raised, so that other workers can close their environments.
+        self._answer(message)
 
     def _map_memory(self, layout: MemoryLayout) -> None:
-        """Map the shared memory, and prepare to write this worker's rows."""
-        self._layout = layout
         arrays: dict[str, Any] = layout.arrays(self._block(layout.size))
         self.arrays = arrays
         part = slice(self._first, self._first + len(self._envs))
-        self._slots: list[list[ObservationSlot]] = [
-            layout.slots(arrays, index) for index in range(part.start, part.stop)
-        ]
+        self._slots = [layout.slots(arrays, index) for index in range(part.start, part.stop)]
         # Writing an item of a memoryview takes a third of the time of an array's.
         self._rewards = memoryview(arrays["reward"][part])
         self._kinds = memoryview(arrays["reward kind"][part])
@@ -250,7 +218,6 @@ class WorkerEnvironments:
         return info
 
     def _step(self, actions: Iterable[Any]) -> None:
-        """Step all environments of this worker, write the results, and answer with the infos."""
         cells, phase_at, environment_at = self._cells, Cell.PHASE, Cell.ENVIRONMENT
         rewards, kinds, flags, all_slots = self._rewards, self._kinds, self._flags, self._slots
         array, due, same_step = np.ndarray, self._reset_due, self._autoreset is Autoreset.SAME_STEP

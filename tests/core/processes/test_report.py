@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_ext_core.processes.report import ExceptionRecord, ReportWriter, WorkerReport
+from rl_ext_core.processes.report import ExceptionRecord, WorkerReport
 
 
 @pytest.fixture
@@ -15,13 +15,13 @@ def report() -> WorkerReport:
 
 
 def test_truncated_exception_record_is_none(report: WorkerReport) -> None:
-    assert ReportWriter(report.fd).write_exception(ValueError("whole"))
+    assert WorkerReport(report.fd).write_exception(ValueError("whole"))
     os.ftruncate(report.fd, report.size() - 1)
     assert report.exception_record is None
 
 
 def test_write_exception_returns_false_if_writing_fails(report: WorkerReport) -> None:
-    writer = ReportWriter(report.fd)
+    writer = WorkerReport(report.fd)
     null = os.open("/dev/full", os.O_WRONLY)
     writer.fd = null
     assert not writer.write_exception(ValueError("lost"))
@@ -34,7 +34,7 @@ def test_unpickling_an_exception_does_not_import_its_module(
     (tmp_path / "a_simulator.py").write_text("class SimulatorError(Exception): ...")
     monkeypatch.syspath_prepend(str(tmp_path))
     error = __import__("a_simulator").SimulatorError("fell over")
-    assert ReportWriter(report.fd).write_exception(error)
+    assert WorkerReport(report.fd).write_exception(error)
     exception_record = report.exception_record
     assert type(exception_record.unpickle()) is type(error)
     del sys.modules["a_simulator"]

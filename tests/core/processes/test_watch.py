@@ -80,7 +80,7 @@ def test_earliest_of_several_exceptions_is_reported() -> None:
     watch = Watch(processes)
     wait_for_failure(watch)
     watch.stop()
-    assert "ValueError('2')" in watch.failure.summary
+    assert "ValueError('2')" in watch.failure.what
 
 
 def _raise_after(barriers: Any, worker: int) -> None:
