@@ -32,7 +32,6 @@ class _StepTracer:
         self.where: str | None = None
 
     def run(self, call: Callable[[], Any]) -> str | None:
-        """Run a call, and return where it was interrupted, or None."""
         before = sys.gettrace(), sys.getprofile()
         sys.setprofile(self._profile)
         sys.settrace(self._trace)
@@ -85,7 +84,6 @@ def _leaves_with_block(frame: FrameType) -> bool:
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:
-    """Return whether a frame runs inside a ``__del__`` method."""
     # Exceptions in __del__ are printed, and do not reach the caller.
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back

@@ -1,5 +1,3 @@
-"""Tests of the documentation: build, error index, links, commands and code blocks."""
-
 from __future__ import annotations
 
 import importlib
@@ -22,7 +20,6 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 @pytest.fixture
 def directives(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import the site's own Sphinx directives."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     pytest.importorskip("docutils")
     return importlib.import_module("site_directives")

@@ -1,5 +1,3 @@
-"""Tests of the public API: ``__all__``, docstrings, and the examples in docstrings."""
-
 from __future__ import annotations
 
 import doctest

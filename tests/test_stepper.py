@@ -68,8 +68,6 @@ class DictInfoWalk(InfoWalk):
 
 
 class ArrayReusing(SyncVectorEnv):
-    """SyncVectorEnv that returns the same array in every step."""
-
     def step(self, actions: Any) -> Any:
         place = self.__dict__.setdefault("place", np.empty((ROWS, 4), F32))
         place[...], *others = super().step(actions)
@@ -97,8 +95,6 @@ class AddInfo(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):
 
 
 class AddInfoRow(InfoWalk):
-    """InfoWalk with the same results as one row of AddInfo."""
-
     def __init__(self, row: int) -> None:
         super().__init__()
         self.row = row
@@ -187,7 +183,6 @@ Pool.__module__ = OldPool.__module__ = "envpool.imitation"
 
 
 def without_mode(form: str | None) -> SameStep:
-    """Make an environment without an autoreset mode in its metadata."""
     env: Any = SameStep(list(LAB), form)
     env.metadata = {}
     return env
@@ -372,7 +367,6 @@ def compiled_brax_step(env: Any) -> Any:
 
 
 def make_atari(count: int, mode: AutoresetMode) -> Any:
-    """Make vectorized Breakout with short episodes."""
     # Episodes end after 15 steps, or with the first life, which each row loses at a different time.
     options = {"max_num_frames_per_episode": 60, "episodic_life": True, "noop_max": 5, "num_threads": 1}
     return AtariVectorEnv("breakout", count, autoreset_mode=mode, img_height=24, img_width=24, stack_num=2, **options)
@@ -441,7 +435,6 @@ def wrapped(wrap: Any, row: TableRow, wrap_single: Any = lambda env: env, **colu
 
 
 def statistics(row: TableRow, **columns: Any) -> TableRow:
-    """Return a row in wrappers that add statistics of episodes."""
     columns = {"infos": (*row.infos, "episode.r", "episode.l"), **columns}
     return wrapped(wrappers.RecordEpisodeStatistics, row, gymnasium.wrappers.RecordEpisodeStatistics, **columns)
 
@@ -584,7 +577,6 @@ class Turn(NamedTuple):
 
 
 def split_rows(batch: Any) -> list[Any]:
-    """Split a batch of arrays or nested dicts into a list with an entry per row."""
     if isinstance(batch, dict):
         parts = {key: split_rows(part) for key, part in batch.items()}
         return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]

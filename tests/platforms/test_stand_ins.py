@@ -37,7 +37,6 @@ main(["--help"])
 
 
 def run(system: str, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run Python on an imitated system, and return the finished process."""
     paths = [str(STAND_IN), str(ROOT), str(ROOT / "shared"), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "RL_EXT_STAND_IN": system, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environ = {name: value for name, value in environ.items() if not name.startswith(("PYTEST_", "COV_"))}

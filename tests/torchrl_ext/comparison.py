@@ -17,7 +17,6 @@ Make = Callable[[], Any]
 
 
 def entries(data: TensorDictBase) -> dict[Any, Any]:
-    """Return all leaves of a TensorDict by nested key."""
     return dict(data.items(include_nested=True, leaves_only=True))
 
 
@@ -37,7 +36,6 @@ def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
 
 
 def seeded_rollout(env: EnvBase, steps: int = 300, *, seed: int = 3, **kwargs: Any) -> TensorDictBase:
-    """Return a rollout with seeded environment and actions."""
     env.set_seed(seed)
     torch.manual_seed(seed)
     kwargs.setdefault("break_when_any_done", False)
@@ -53,7 +51,6 @@ def assert_same_rollouts(ours: EnvBase, theirs: EnvBase, steps: int = 300, **kwa
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in a TensorDict, dict, list or tuple."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (TensorDictBase, dict)):

@@ -1,5 +1,3 @@
-"""Fixtures of all tests that import TorchRL."""
-
 from __future__ import annotations
 
 import logging

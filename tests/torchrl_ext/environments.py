@@ -40,7 +40,6 @@ class Walk(gymnasium.Env[Any, Any]):
         return self.observation(), {"age": np.array(0), "length": np.array(self.length)}
 
     def observation(self) -> np.ndarray[Any, Any]:
-        """Return the episode, its step, the sum of its actions and a random number."""
         return np.array([self.episode, self.step_count, self.total, self.np_random.normal()], F32)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -53,8 +52,6 @@ class Walk(gymnasium.Env[Any, Any]):
 
 
 class DictWalk(Walk):
-    """``Walk`` with observations in a nested Dict."""
-
     observation_space = spaces.Dict(
         inner=spaces.Dict(place=spaces.Box(-np.inf, np.inf, (4,), F32), kind=spaces.Discrete(5)),
         image=spaces.Box(0, 255, (2, 2, 3), np.uint8),
@@ -90,8 +87,6 @@ class InfoWalk(Walk):
 
 
 class BoxInfoWalk(InfoWalk):
-    """InfoWalk with an array as its action."""
-
     action_space = spaces.Box(-1, 1, (1,), F32)
 
     def step(self, action: Any) -> Any:
@@ -171,8 +166,6 @@ STAGGERED: list[Any] = [partial(WalkWithoutInfos, length, length) for length in 
 
 
 class VectorRewards(Walk):
-    """``Walk`` with two rewards per step, as in mo-gymnasium."""
-
     def __init__(self) -> None:
         super().__init__()
         self.reward_space = spaces.Box(-np.inf, np.inf, (2,), F32)
@@ -206,15 +199,11 @@ class FaultyWalk(Walk):
 
 
 class ForeignBox:
-    """Box of an unknown library."""
-
     def __init__(self, low: Any, high: Any, shape: tuple[int, ...] | None = None, dtype: Any = None) -> None:
         self.low, self.high, self.shape, self.dtype = low, high, shape, dtype
 
 
 class ForeignDict:
-    """Dict space of an unknown library."""
-
     def __init__(self, **parts: Any) -> None:
         self.spaces = parts
 
@@ -271,7 +260,6 @@ class Isaac:
         """Do nothing, since there is nothing to render."""
 
     def _reset_rows(self, rows: torch.Tensor) -> None:
-        """Start new episodes in these rows."""
         self.episodes[rows] += 1
         self.steps[rows] = 0
         # Only the row and the episode, so that observations after a reset are predictable.
@@ -304,8 +292,6 @@ class Isaac:
 
 
 class IsaacByIds(Isaac):
-    """``Isaac`` with partial resets by ``env_ids``."""
-
     def reset(
         self, seed: int | None = None, env_ids: torch.Tensor | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
@@ -395,7 +381,6 @@ class SameStep:
         """Do nothing, since there is nothing to close."""
 
     def observation(self, rows: Any) -> Any:
-        """Return number, episode and step of these rows, or a nested dict with them."""
         number = np.arange(self.num_envs)[rows]
         place = np.stack([number, self.episodes[rows], self.steps[rows]], -1).astype(F32)
         if not self.nested:
@@ -404,8 +389,6 @@ class SameStep:
         return {"inner": inner, "kind": self.array(number + self.steps[rows])}
 
     def single_observation(self, row: int) -> Any:
-        """Return one row's observation, without the batch axis."""
-
         def take_first(value: Any) -> Any:
             return {key: take_first(part) for key, part in value.items()} if isinstance(value, dict) else value[0]
 

@@ -19,13 +19,10 @@ DEVICE_VARIABLES = ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID", "PYOPENGL_PLATFORM")
 
 
 def variables() -> list[str | None]:
-    """Return the current values of the variables that select a renderer's device."""
     return [os.environ.get(name) for name in DEVICE_VARIABLES]
 
 
 class DeviceReporting(Counting):
-    """Environment that reports the variables that select its devices."""
-
     def __init__(self, device: str = "none") -> None:
         super().__init__()
         self.device_given = device
@@ -54,7 +51,6 @@ class NativeEnv(EnvBase):
         self.seed = -1
 
     def _make_entries(self) -> dict[str, Any]:
-        """Return a random observation, the seed, and the note if there is one."""
         out: dict[str, Any] = {"observation": torch.rand(self.size), "seed": torch.tensor([self.seed])}
         if self.note is not None:
             out["note"] = NonTensorData(threading.Lock() if self.note == "lock" else self.note)
@@ -72,7 +68,6 @@ class NativeEnv(EnvBase):
         )
 
     def add(self, a: int, *, b: int) -> int:
-        """Return a sum: a method to call in workers."""
         return a + b
 
     def _set_seed(self, seed: int | None) -> None:

@@ -47,7 +47,6 @@ ENVIRONMENTS: dict[str, Any] = {
 
 
 def train(folder: Path, kind: str, kill_at: int) -> None:
-    """Train, and write the weights to a file at the end."""
     torch.manual_seed(0)
     stack = CatFrames(N=2, dim=-1, in_keys=["observation"])
     env = TransformedEnv(ENVIRONMENTS[kind](), stack, auto_unwrap=False)

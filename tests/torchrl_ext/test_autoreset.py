@@ -85,8 +85,6 @@ def test_reset_options_reach_environments_that_have_autoreset(mode: str) -> None
     seen: list[Any] = []
 
     class RecordsOptions(Walk):
-        """``Walk`` that records the options of its resets."""
-
         def reset(self, **kwargs: Any) -> Any:
             seen.append(kwargs.get("options"))
             return super().reset(**kwargs)
@@ -102,7 +100,6 @@ def test_reset_options_reach_environments_that_have_autoreset(mode: str) -> None
 
 
 def is_consecutive(rollout: Any, key: str) -> bool:
-    """Return whether each next observation has the next step number."""
     return torch.equal(rollout["next"][key][..., 2], rollout[key][..., 2] + 1)
 
 
@@ -194,8 +191,6 @@ class TenfoldObservations(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class ForeignTenfold:
-    """``TenfoldObservations`` without a base class."""
-
     def __init__(self, env: Any) -> None:
         self.env = env
 

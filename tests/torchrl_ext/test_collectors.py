@@ -1,5 +1,3 @@
-"""Tests of TorchRL's collectors with factories, in this process and in other processes."""
-
 from __future__ import annotations
 
 import json
@@ -66,8 +64,6 @@ def test_copies_in_other_processes_collect_the_same_data(kind: str) -> None:
 
 
 class MakeParallel:
-    """Picklable callable that builds a ParallelEnv."""
-
     def __init__(self, factory: Any) -> None:
         self.factory = factory
 
@@ -76,7 +72,6 @@ class MakeParallel:
 
 
 def collect_all(collector: Any) -> Any:
-    """Return copies of all batches, and shut the collector down."""
     try:
         return [batch.clone() for batch in collector]
     finally:

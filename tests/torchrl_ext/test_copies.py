@@ -1,5 +1,3 @@
-"""Tests of pickled, copied and moved wrappers, of NumpyToTorch, and of shared memory."""
-
 from __future__ import annotations
 
 import copy
@@ -80,8 +78,6 @@ def test_numpy_to_torch_wrapper_matches_numpy(make: Any) -> None:
 
 
 class ReusesBuffer(Walk):
-    """``Walk`` that writes observations into one buffer."""
-
     def __init__(self, buffer: Any) -> None:
         super().__init__()
         self.buffer = buffer
@@ -107,7 +103,6 @@ def test_copy_false_shares_memory(make: Any) -> None:
 
 
 def play(env: Any, steps: int) -> list[Any]:
-    """Roll out random steps, and return all their TensorDicts."""
     seen, data = [], env.reset()
     seen.append(data.copy())
     for _ in range(steps):
@@ -163,7 +158,6 @@ def test_data_and_environment_share_no_memory(name: str, missing: Any) -> None:
 
 
 def leaves(value: Any) -> list[Any]:
-    """Return all arrays and tensors in nested dicts, tuples and lists."""
     if isinstance(value, dict):
         return [leaf for part in value.values() for leaf in leaves(part)]
     if isinstance(value, (tuple, list)):

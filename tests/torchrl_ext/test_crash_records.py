@@ -19,13 +19,10 @@ __all__ = ["no_workers_left"]
 
 
 def make_failing(when: str = "", how: str = "raise") -> Any:
-    """Build an environment with a transform, which fails in its third step."""
     return TransformedEnv(GymWrapper(Failing(when, how), categorical_action_encoding=True), RewardSum())
 
 
 class FailingTransform(Transform):
-    """Transform that fails in its third step."""
-
     def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
         if next_tensordict["observation"][0] == 3:
             raise ValueError("the transform fails")
@@ -37,7 +34,6 @@ def make_with_failing_transform() -> Any:
 
 
 def crash(env: ParallelEnv) -> WorkerError:
-    """Roll out an environment until it fails, and return the failure."""
     with pytest.raises(WorkerError) as caught:
         env.rollout(400, break_when_any_done=False)
     env.close()

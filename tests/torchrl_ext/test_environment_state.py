@@ -44,7 +44,6 @@ def test_killed_runs_continue_with_the_same_weights(kind: str, tmp_path: Path) -
 
 
 def make_recorded(env: Any = None) -> GymWrapper:
-    """Build a recorded environment."""
     return GymWrapper(EpisodeRecorder(Counting() if env is None else env))
 
 
@@ -110,7 +109,6 @@ def test_other_states_are_refused() -> None:
 
 
 def make_transformed(*transforms: Any) -> TransformedEnv:
-    """Build a recorded environment with transforms."""
     return TransformedEnv(make_recorded(), Compose(*transforms))
 
 

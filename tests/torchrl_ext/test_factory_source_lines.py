@@ -1,5 +1,3 @@
-"""Tests of the source lines that describe TorchRL's environments in messages."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Tests of the fast path of a step, of its fallback, and of replaced methods."""
-
 from __future__ import annotations
 
 import sys
@@ -35,7 +33,6 @@ def record_upstream_calls() -> Iterator[list[str]]:
     calls: list[str] = []
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
-        """Record a call if it is of upstream's method on a GymWrapper."""
         if event == "call" and frame.f_code in codes and isinstance(frame.f_locals.get("self"), GymWrapper):
             calls.append(codes[frame.f_code])
 
@@ -149,8 +146,6 @@ def test_subclass_without_step_overrides_uses_the_fast_path() -> None:
 
 
 def count_calls(calls: list[str], method: Any) -> Any:
-    """Return the method, wrapped so that each call is appended to ``calls``."""
-
     def count_call(*args: Any, **kwargs: Any) -> Any:
         calls.append("called")
         return method(*args, **kwargs)
@@ -213,15 +208,12 @@ def test_overrides_of_upstream_methods_that_are_never_called_are_rejected(
 
 
 class HalvedReward(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Wrapper that halves the rewards."""
-
     def step(self, action: Any) -> Any:
         observation, reward, *rest = self.env.step(action)
         return observation, float(reward) / 2, *rest
 
 
 def set_observation_spec(**entries: Any) -> Callable[[Any], None]:
-    """Return a function that replaces an environment's observation spec by these entries."""
     return lambda env: setattr(env, "observation_spec", Composite(**entries))
 
 

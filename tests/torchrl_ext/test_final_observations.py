@@ -1,5 +1,3 @@
-"""Tests of final observations in batches: read in every form, or reported as missing."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -31,7 +29,6 @@ def wrap(env: Any, *, finds_done_rows: bool = True, **kwargs: Any) -> Any:
 
 
 def place_key(nested: bool) -> Any:
-    """Return the key of the entry with row, episode and step."""
     return ("inner", "place") if nested else "observation"
 
 
@@ -86,7 +83,6 @@ def test_previous_observation_survives_edits_of_the_data() -> None:
 
 
 def always_rows(*rows: Any) -> Any:
-    """Return a function that returns these rows as final observations."""
     return lambda final: list(rows)
 
 
@@ -151,7 +147,6 @@ LONG = {"age": Unbounded((), dtype=torch.int64), "length": Unbounded((), dtype=t
 
 
 def make_reader() -> Any:
-    """Make TorchRL's info reader for a single environment."""
     return default_info_dict_reader(list(LONG), spec=LONG)
 
 

@@ -78,7 +78,6 @@ def test_update_if_present_writes_images() -> None:
     twins.extend(data)
 
     def update(buffer: Any) -> Any:
-        """Update three elements, of which one has another generation."""
         index = torch.tensor([1, 12, 3])
         patch = {"pixels": data["pixels"][40:43], ("next", "reward"): torch.zeros(3, 1)}
         generation = torch.tensor([0, 0, 1])
@@ -226,7 +225,6 @@ def test_missing_gpu_is_refused_before_data_is_collected(device: Any) -> None:
 
 def test_exhausted_memory_refuses_elements_and_keeps_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_out_of_memory(*_: Any) -> Any:
-        """Raise as if there were no memory for another segment."""
         raise OutOfMemoryError("no memory")
 
     storage = FrameStorage(50)
@@ -253,8 +251,6 @@ def test_forked_child_cannot_use_the_storage() -> None:
 
 @tensorclass
 class _Captioned:
-    """Tensorclass with an image and a text."""
-
     pixels: torch.Tensor
     text: str
 
@@ -313,7 +309,6 @@ def test_prefill_replay_buffer_fills_a_storage() -> None:
 
 
 def _images(*shape: int) -> torch.Tensor:
-    """Return random images."""
     return torch.randint(256, (*shape, 3, 40, 40), dtype=torch.uint8)
 
 
@@ -361,7 +356,6 @@ pytest.importorskip("ale_py")
 
 
 def _make_stacked_atari() -> Any:
-    """Make an Atari game with DQN's observations: four grey frames of 84×84."""
     import gymnasium
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 

@@ -1,5 +1,3 @@
-"""Files of frame storages: checkpoints, states and folders, complete, damaged and untrusted."""
-
 from __future__ import annotations
 
 import contextlib
@@ -40,7 +38,6 @@ from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer
 
 
 def _through_state_dict(buffer: Any, size: int, tmp_path: Path) -> Any:
-    """Save a buffer's state with ``torch.save``, and load it into a new buffer."""
     torch.save(buffer.storage.state_dict(), tmp_path / "state.pt")
     loaded = make_buffer(size, ndim=buffer.storage.ndim)
     state = {**buffer.state_dict(), "_storage": torch.load(tmp_path / "state.pt", weights_only=True)}
@@ -49,7 +46,6 @@ def _through_state_dict(buffer: Any, size: int, tmp_path: Path) -> Any:
 
 
 def _through_dumps(buffer: Any, size: int, tmp_path: Path) -> Any:
-    """Save a buffer with ``dumps``, and load it into a new buffer."""
     buffer.dumps(tmp_path / "checkpoint")
     loaded = make_buffer(size, ndim=buffer.storage.ndim)
     loaded.loads(tmp_path / "checkpoint")
@@ -218,7 +214,6 @@ def _make_folder(folder: Path) -> Path:
 
 
 def _make_checkpoint(folder: Path) -> Path:
-    """Write a checkpoint of 20 transitions, and return its folder."""
     storage = FrameStorage(50)
     storage.set(range(20), make_transitions(20))
     storage.dumps(folder)
@@ -342,7 +337,6 @@ def test_dumps_writes_texts_and_numbers_and_refuses_other_values(tmp_path: Path)
     storage, loaded = FrameStorage(50), FrameStorage(50)
 
     def store(place: int, task: Any, more: Any) -> None:
-        """Store an element with two values that are not tensors."""
         element = make_transitions(1)[0]
         storage.set(place, element.set("task", NonTensorData(task)).set("more", NonTensorData(more)))
 

@@ -1,5 +1,3 @@
-"""Storages that processes share, also if one of them is killed."""
-
 from __future__ import annotations
 
 import multiprocessing
@@ -46,7 +44,6 @@ def context() -> Iterator[Any]:
 
 
 def _kill(worker: Any) -> None:
-    """Kill a process if it is alive, and wait until it has ended."""
     if worker.is_alive():
         os.kill(worker.pid, signal.SIGKILL)
     worker.join()
@@ -67,14 +64,12 @@ def _count_valid_elements(buffer: Any) -> Any:
 
 
 def _make_shared_buffer(size: int, batch: int, **options: Any) -> Any:
-    """Make a buffer that processes share, with the first batch in it."""
     buffer = TensorDictReplayBuffer(storage=FrameStorage(size, **options), shared=True, batch_size=16)
     buffer.extend(make_batch(0, batch))
     return buffer
 
 
 def _count_batches(numbers: Any, batch: int) -> Any:
-    """Count the elements of the batches with these numbers."""
     return Counter(held for number in numbers for held in all_hashes()[batch_slice(number, batch)])
 
 
@@ -88,7 +83,6 @@ def test_killed_processes_neither_block_others_nor_leave_partial_elements(contex
     workers: list[Any] = []
 
     def start_worker() -> Any:
-        """Start a process that adds batches; return it and its count of complete ones."""
         n_complete.append(sharedctypes.RawValue("q", 0))
         workers.append(context.Process(target=add_until_killed, args=(buffer, n_complete[-1], batch)))
         workers[-1].start()
@@ -183,7 +177,6 @@ def test_folder_cannot_be_shared(context: Any, tmp_path: Path) -> None:
 
 
 def _collect_serially(seeds: list[int], batches: list[int]) -> list[Any]:
-    """Collect the batches of all workers in this process, one worker after the other."""
     collected = []
     for seed in seeds:
         videos = Videos(2, seed=seed)
@@ -214,7 +207,6 @@ def test_shared_storage_contains_all_elements_of_two_processes(context: Any, fir
 
 
 def _collect_without_buffer(frames: int) -> Any:
-    """Collect with two processes and without a buffer."""
     collector = MultiSyncCollector([make_film] * 2, None, frames_per_batch=100, total_frames=frames)
     collector.set_seed(3)
     rows = torch.cat([batch.reshape(-1).clone() for batch in collector])

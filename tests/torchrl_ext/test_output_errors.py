@@ -1,5 +1,3 @@
-"""Tests of results that do not match the spaces: an error names the mismatch."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace

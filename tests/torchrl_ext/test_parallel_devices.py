@@ -34,7 +34,6 @@ def without_device_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gpu_decisions(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
-    """Resolve the devices of three workers on a machine with several GPUs."""
     options = {"render": "same", "renderer": "robosuite", "environ": {}, **options}
     return [resolve("auto", worker=number, inventory=inventory, **options) for number in range(3)]
 
@@ -71,7 +70,6 @@ def test_round_robin_devices_cycle_over_gpus(monkeypatch: pytest.MonkeyPatch) ->
     asked = []
 
     def resolve_on_two_gpus(*args: Any, **kwargs: Any) -> Decision:
-        """Record the arguments, and resolve them on a machine with two GPUs."""
         asked.append(kwargs)
         return resolve(*args, **kwargs, inventory=machine(2), environ={})
 

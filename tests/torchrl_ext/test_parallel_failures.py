@@ -1,5 +1,3 @@
-"""Tests of failures in workers: the parent raises WorkerError, and no process is left."""
-
 from __future__ import annotations
 
 import functools
@@ -29,18 +27,15 @@ steppers = pytest.mark.parametrize("in_torchrl", [False, True], ids=["gymnasium"
 
 
 def transformed(env: Any) -> TransformedEnv:
-    """Wrap an environment so that workers need TorchRL."""
     return TransformedEnv(GymWrapper(env), RewardSum())
 
 
 def make_failing_pair(when: str, how: str = "raise", *, in_torchrl: bool = False) -> ParallelEnv:
-    """Make a ParallelEnv of two workers, of which the second fails."""
     wrap = transformed if in_torchrl else GymWrapper
     return ParallelEnv(2, [lambda: wrap(Counting()), lambda: wrap(Failing(when, how))])
 
 
 def pids(env: ParallelEnv) -> list[int]:
-    """Return the process numbers of the workers."""
     return [process.pid for process in env._pool.processes]
 
 

@@ -1,5 +1,3 @@
-"""Tests of ``ParallelEnv``: closing, pickles, child processes, Ctrl-C, warnings."""
-
 from __future__ import annotations
 
 import copy
@@ -82,8 +80,6 @@ def test_environments_are_closed_when_another_one_fails(how: str, event_log: Pat
 
 
 class SlowToClose(Counting):
-    """Environment that takes as long to close as its depth says."""
-
     def close(self) -> None:
         time.sleep(self.depth)
 
@@ -101,12 +97,10 @@ def test_close_warns_after_shutdown_timeout() -> None:
 
 
 def make_cartpole() -> GymEnv:
-    """Make TorchRL's environment of a CartPole, with our class."""
     return GymEnv("CartPole-v1")
 
 
 def make_counting() -> GymWrapper:
-    """Make a wrapped Counting."""
     return GymWrapper(Counting())
 
 
@@ -165,7 +159,6 @@ def test_ctrl_c_at_any_line_leaves_a_usable_environment(call: str, every: int, i
 
 
 def continue_without_reset(env: ParallelEnv, *, stepping: bool) -> str:
-    """Step or call a method without a reset, and return the error's text."""
     try:
         env.step(env.fake_tensordict()) if stepping else env.method()
     except RuntimeError as error:

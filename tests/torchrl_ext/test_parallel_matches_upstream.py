@@ -1,5 +1,3 @@
-"""Tests that ``ParallelEnv`` returns the same as upstream's, and of its seeds."""
-
 from __future__ import annotations
 
 import functools
@@ -41,12 +39,10 @@ __all__ = ["no_workers_left"]
 
 
 def make_native() -> NativeEnv:
-    """Make a TorchRL environment that needs no gymnasium."""
     return NativeEnv()
 
 
 def make_cartpole() -> Any:
-    """Make a CartPole with TorchRL's ``GymEnv``."""
     return UpstreamGymEnv("CartPole-v1")
 
 
@@ -81,17 +77,14 @@ class Counter(gymnasium.Env[Any, Any]):
         return np.full((8, 8, 3), self.count, np.uint8)
 
     def add(self, a: int, *, b: int) -> int:
-        """Return a sum: a method to call in workers."""
         return a + b + self.count
 
 
 def make_counter(**options: Any) -> Any:
-    """Make a Counter with TorchRL's ``GymWrapper``."""
     return UpstreamGymWrapper(Counter(), **options)
 
 
 def make_with_info() -> Any:
-    """Make a Counter whose infos are read."""
     return make_counter().set_info_dict_reader(default_info_dict_reader(["number"]))
 
 
@@ -101,7 +94,6 @@ def make_primed() -> Any:
 
 
 def make_transformed() -> Any:
-    """Make a Counter with transforms that read states."""
     return TransformedEnv(make_counter(), Compose(StepCounter(5), RewardSum()))
 
 
@@ -156,14 +148,12 @@ class Accumulating(EnvBase):
 
 
 def seeded_result(do: Callable[[Any], Any], env: Any) -> Any:
-    """Seed an environment, and return the result of an operation on it."""
     env.set_seed(3)
     torch.manual_seed(0)
     return do(env)
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Return whether two results are equal in all their elements."""
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(are_equal, one, other))
     same = one == other
@@ -171,33 +161,28 @@ def are_equal(one: Any, other: Any) -> bool:
 
 
 def roll(env: Any, steps: int = 12, **options: Any) -> Any:
-    """Return a rollout across episodes."""
     return env.rollout(steps, break_when_any_done=False, **options)
 
 
 def reset_some(env: Any) -> Any:
-    """Reset the first and the last of three rows, and return the result."""
     td = env.rollout(2)[:, -1].exclude("next")
     td["_reset"] = torch.tensor([[True], [False], [True]])
     return env.reset(td)
 
 
 def reset_some_after_a_step(env: Any) -> Any:
-    """Reset two of three rows of the next TensorDict."""
     td = env.rollout(2)[:, -1]["next"].exclude("reward").clone()
     td["_reset"] = torch.tensor([[True], [False], [True]])
     return env.reset(td)
 
 
 def step_some(env: Any) -> Any:
-    """Step the first and the last of three rows."""
     td = env.rand_action(env.reset())
     td["_step"] = torch.tensor([True, False, True])
     return env.step(td)["next"]
 
 
 def step_past_the_end(env: Any) -> Any:
-    """Step beyond the ends of episodes."""
     td, found = env.reset(), []
     for _ in range(8):
         td = env.step(env.rand_action(td))["next"]
@@ -206,7 +191,6 @@ def step_past_the_end(env: Any) -> Any:
 
 
 def step_and_reset(env: Any) -> Any:
-    """Return the TensorDicts of steps that reset what is done."""
     td, found = env.reset(), []
     for _ in range(9):
         done, td = env.step_and_maybe_reset(env.rand_action(td))
@@ -228,7 +212,6 @@ def run_policy_with_state(env: Any) -> Any:
 
 
 def collect(env: Any) -> Any:
-    """Return the batches of a collector."""
     collector = Collector(env, None, frames_per_batch=30, total_frames=90, reset_at_each_iter=False)
     return torch.cat([batch.clone() for batch in collector], -1)
 
@@ -350,8 +333,6 @@ def test_options_without_effect_are_accepted_and_others_refused() -> None:
 
 
 class HalfPrecision(NativeEnv):
-    """``NativeEnv`` whose observation has a dtype that NumPy lacks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.observation_spec["observation"] = Unbounded((2,), dtype=torch.bfloat16)
@@ -386,7 +367,6 @@ def test_states_of_modules_in_workers_are_restored() -> None:
 
 
 def run_to_end(env: Any, seed: int | None = None) -> Any:
-    """Return a rollout across episodes with seeded actions, and close the environment."""
     if seed is not None:
         env.set_seed(seed)
     torch.manual_seed(0)
@@ -407,7 +387,6 @@ FORMS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 @functools.cache
 def upstream_rollout(reference: Callable[[], Any]) -> Any:
-    """Return a rollout of TorchRL's ParallelEnv with seed 7."""
     return run_to_end(Upstream(3, reference, mp_start_method="fork"), 7)
 
 
@@ -430,14 +409,11 @@ def test_seed_argument_equals_upstream_set_seed(form: str, options: dict[str, An
 
 
 def reset_with_seed(env: Counting) -> Counting:
-    """Reset an environment with seed 5, and return it."""
     env.reset(seed=5)
     return env
 
 
 class Unseeded(NativeEnv):
-    """``NativeEnv`` that cannot be seeded."""
-
     def _set_seed(self, seed: int | None) -> None:
         raise NotImplementedError
 
@@ -452,7 +428,6 @@ SOURCES: dict[str, Callable[[], Any]] = {
 
 
 def random_draws(env: ParallelEnv) -> list[list[float]]:
-    """Return the random numbers that each worker observes, and close the environment."""
     rollout = env.rollout(4)
     found = [part["observation"][:, 1].tolist() for part in rollout.unbind(0)]
     env.close()

@@ -1,5 +1,3 @@
-"""Tests of the sources of ``ParallelEnv``, which are built only in workers."""
-
 from __future__ import annotations
 
 import functools
@@ -40,19 +38,16 @@ EVENTS = ("built", "reset", "stepped", "closed")
 
 
 def observed_depths(env: ParallelEnv) -> list[float]:
-    """Return the depth that each worker observes."""
     return env.rollout(3)["observation"][:, 0, 2].tolist()
 
 
 def make_changed_counting(depth: float = 3.0) -> Counting:
-    """Make a ``Counting`` whose depth is changed after its construction."""
     source = Counting()
     source.depth = depth
     return source
 
 
 def make_transformed_counting(depth: float = 3.0) -> TransformedEnv:
-    """Make a ``Counting`` with transforms, whose depth is changed after its construction."""
     env = TransformedEnv(GymWrapper(Counting()), RewardSum())
     env.base_env._env.depth = depth
     env.append_transform(StepCounter(5))
@@ -65,7 +60,6 @@ def make_stacked_counting() -> TransformedEnv:
 
 
 def make_counting(depth: float = 3.0) -> GymWrapper:
-    """Make a wrapped ``Counting``."""
     return GymWrapper(Counting(depth))
 
 
@@ -105,7 +99,6 @@ def test_sources_are_not_built_in_the_parent_process(form: str, method: str | No
 
 
 def make_with_import() -> Any:
-    """Make an environment of TorchRL by a function that imports it itself."""
     from torchrl.envs import GymEnv
 
     return GymEnv("CartPole-v1")
@@ -187,7 +180,6 @@ def test_environments_are_built_with_num_sub_threads_and_have_the_same_specs() -
 
 
 def make_bounded(high: float) -> NativeEnv:
-    """Make an environment with a bound of its actions."""
     env = NativeEnv()
     env.action_spec = Bounded(-1, high, (1,))
     return env
@@ -221,7 +213,6 @@ def test_texts_in_specs_may_differ() -> None:
 
 
 def make_counting_of_width(width: float) -> Counting:
-    """Make a Counting; its only argument is named width."""
     return Counting(width)
 
 
@@ -337,12 +328,10 @@ def test_invalid_arguments_are_rejected(arguments: Any, options: Any, error: typ
 
 
 def make_knights() -> Any:
-    """Make a parallel environment of PettingZoo, or skip the test."""
     return pytest.importorskip("pettingzoo.butterfly.knights_archers_zombies_v11").parallel_env()
 
 
 def make_dm_cartpole() -> Any:
-    """Make a CartPole of dm_control, or skip the test."""
     return pytest.importorskip("dm_control.suite").load("cartpole", "balance")
 
 
@@ -364,22 +353,18 @@ def test_environments_of_other_libraries_run_in_workers(make: Any, shape: tuple[
 
 
 def set_spec(env: Any) -> None:
-    """Set a spec by hand."""
     env.reward_spec = Bounded(0, 1, (1,))
 
 
 def set_attribute(env: Any) -> None:
-    """Set an attribute that wrappers of TorchRL do not have."""
     env.extra = 3
 
 
 def replace_method(env: Any) -> None:
-    """Replace the method that reads observations."""
     env.read_obs = read_ones
 
 
 def read_ones(observation: Any) -> dict[str, Any]:
-    """Return ones in place of an observation of Counting."""
     return {"observation": torch.ones(3)}
 
 

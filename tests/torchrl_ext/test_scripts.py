@@ -1,5 +1,3 @@
-"""Tests of users' scripts: without a guard, with their own classes, and interrupted."""
-
 from __future__ import annotations
 
 import json
@@ -59,7 +57,6 @@ PRINTED = [8, 8, 7, 7, 1, 9, 9, 9, 9]
 
 
 def start_script(folder: Path, text: str) -> programs.Program:
-    """Write a script to a folder, and start it in a new session."""
     (folder / "script.py").write_text(text)
     own = {"PYTHONPATH": f"{ROOT}:{ROOT / 'shared'}", "TORCHINDUCTOR_CACHE_DIR": str(folder), MARK: str(folder)}
     environ = {**os.environ, **own}

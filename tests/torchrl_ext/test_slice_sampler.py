@@ -96,7 +96,6 @@ class SameAsTorchRL(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
     )
     def make_buffers(self, storage: Any, size: int, source: str, seed: int, **options: Any) -> None:
-        """Make both buffers with these options, and add first steps."""
         self.steps, self.size, self.n_samples = Steps(seed), size, 0
         options.update(SOURCES[source])
         self.buffers = [
@@ -106,38 +105,32 @@ class SameAsTorchRL(RuleBasedStateMachine):
         self.extend(2, lazy=False)
 
     def call_both(self, use: Callable[[Any], Any]) -> None:
-        """Call a function with both buffers."""
         for buffer in self.buffers:
             use(buffer)
 
     @rule(n=st.integers(1, 45), lazy=st.booleans())
     def extend(self, n: int, lazy: bool) -> None:
-        """Add steps in one TensorDict, or in a lazy stack of one per step."""
         data = self.steps.collect(min(n, self.size))
         self.call_both(lambda buffer: buffer.extend(lazy_stack(list(data.clone().unbind(0))) if lazy else data.clone()))
 
     @rule()
     def add(self) -> None:
-        """Add one step."""
         data = self.steps.collect(1)[0]
         self.call_both(lambda buffer: buffer.add(data.clone()))
 
     @rule()
     def sample(self) -> None:
-        """Compare a sample of each buffer."""
         self.n_samples += 1
         assert_same_samples(*self.buffers, seed=self.n_samples)
 
     @precondition(lambda self: len(self.buffers[0]) > 0)
     @rule(place=st.integers(0, 100), way=st.sampled_from(["index", "set_at_", "storage", "view"]))
     def overwrite(self, place: int, way: str) -> None:
-        """Replace one step in the middle."""
         data, at = self.steps.collect(1), torch.tensor([place % len(self.buffers[0])])
         if way == "storage" and len(self.buffers[0]) < self.size:
             way = "index"  # TorchRL counts the element as added, and samples uninitialized memory
 
         def write(buffer: Any) -> None:
-            """Write to one buffer."""
             if way == "index":
                 buffer[at] = data.clone()
             elif way == "set_at_":
@@ -153,16 +146,12 @@ class SameAsTorchRL(RuleBasedStateMachine):
 
     @rule()
     def empty(self) -> None:
-        """Drop all steps, and add new ones."""
         self.call_both(lambda buffer: buffer.empty())
         self.extend(2, lazy=False)
 
     @rule(how=st.sampled_from(["state", "files"]))
     def load(self, how: str) -> None:
-        """Load the state of each buffer into itself."""
-
         def load(buffer: Any) -> None:
-            """Load the state of one buffer."""
             if how == "state":
                 buffer.load_state_dict(copy.deepcopy(buffer.state_dict()))
                 return
@@ -174,7 +163,6 @@ class SameAsTorchRL(RuleBasedStateMachine):
 
     @rule()
     def replace_by_copy(self) -> None:
-        """Continue with a pickled copy of each buffer's sampler."""
         self.call_both(lambda buffer: buffer.set_sampler(pickle.loads(pickle.dumps(buffer.sampler))))
 
 
@@ -189,7 +177,6 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     original = torchrl.data.SliceSampler._find_start_stop_traj
 
     def find(self: Any, **options: Any) -> Any:
-        """Record a call, and pass it on."""
         found.append(None)
         return original(self, **options)
 
@@ -268,7 +255,6 @@ def test_writes_of_another_buffer_are_seen() -> None:
 
 
 def _extend_once(buffer: Any, data: Any) -> None:
-    """Add data in a process of its own."""
     buffer.extend(data)
 
 
@@ -322,7 +308,6 @@ def test_only_sampled_images_are_decoded_and_once(sampler: str, monkeypatch: pyt
     original = FrameColumn.decode
 
     def decode(self: Any, numbers: torch.Tensor, keys: list[Any], **options: Any) -> Any:
-        """Record the number of images, and pass the call on."""
         decoded.append(numbers.numel() * len(keys))
         return original(self, numbers, keys, **options)
 

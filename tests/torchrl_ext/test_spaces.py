@@ -20,7 +20,6 @@ from torchrl_ext import GymWrapper
 
 
 def make_box(shape: tuple[int, ...], dtype: Any, bounds: tuple[float, float]) -> spaces.Box:
-    """Make a Box, whose bounds may be infinite if its dtype is that of floats."""
     low, high = {"u": (0, 255), "b": (0, 1), "i": (-5, 5), "f": bounds}[np.dtype(dtype).kind]
     return spaces.Box(low, high, shape, dtype)
 

@@ -1,5 +1,3 @@
-"""Tests of specs: spaces of any library, finite samples, bounds, options and devices."""
-
 from __future__ import annotations
 
 import copy
@@ -87,8 +85,6 @@ def test_registered_space_conversions_are_used() -> None:
     from torchrl.envs.libs.gym import _conversion_registry, register_gym_spec_conversion
 
     class AngleSpace(spaces.Space[Any]):
-        """Space that TorchRL cannot convert without a registered function."""
-
         def sample(self, mask: Any = None, probability: Any = None) -> Any:
             return np.float32(0.5)
 
@@ -109,8 +105,6 @@ def test_registered_space_conversions_are_used() -> None:
 
 
 class Minimal:
-    """Environment with only the required attributes and methods."""
-
     observation_space = ForeignBox(-INF, INF, (2,), np.float32)
     action_space = SimpleNamespace(n=3)
 
@@ -293,8 +287,6 @@ def test_error_about_a_wrong_env_type_names_the_right_one() -> None:
 
 def test_device_attribute_of_a_numpy_environment_is_ignored() -> None:
     class HasDevice(Walk):
-        """NumPy environment with a device for its own network."""
-
         device = torch.device("cpu")
 
     assert_same(seeded_rollout(GymWrapper(HasDevice()), 9), seeded_rollout(upstream.GymWrapper(Walk()), 9))

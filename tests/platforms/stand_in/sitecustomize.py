@@ -66,7 +66,6 @@ def _hide_modules() -> None:
     plain_import, plain_find = builtins.__import__, importlib.util.find_spec
 
     def import_one(name: str, globals: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Import a module, or raise the error of a missing one."""
         if name in _MODULES_OF_POSIX and (globals or {}).get("__name__", "").partition(".")[0] in _PROJECT_PACKAGES:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return plain_import(name, globals, *args, **kwargs)
