@@ -15,10 +15,9 @@ from torchrl.collectors import Collector, MultiSyncCollector
 from tests.environments import Counting, count_events
 from tests.ray_scripts import run_ray_script
 from tests.torchrl_ext import collector_script as script
-from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
 from torchrl_ext import ParallelEnv, as_factory
 
-__all__ = ["event_log", "no_workers_left"]
+pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 
 LIMIT_S = 800  # Only a hang takes so long.
@@ -86,7 +85,6 @@ def test_collector_runs_a_parallel_env_and_closes_its_workers(event_log: Any) ->
     assert observations[0, :, 0].tolist() == [*range(10), 0, 1]
     assert (observations[0, :, 1] != observations[1, :, 1]).all()
     assert count_events("reset", in_this_process=True) == 0
-    assert not workers_left()
 
 
 @pytest.mark.sample(quick=0, ci=1)
@@ -102,4 +100,3 @@ def test_collector_processes_start_and_close_their_own_parallel_envs(
     drawn = first["observation"][..., 0, 1].flatten().tolist()
     assert len(set(drawn)) == 4
     assert count_events("built", in_this_process=True) == before
-    assert not workers_left()

@@ -12,10 +12,9 @@ from rl_ext_core.cli import main
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.recording.capsule import read_capsule
 from tests.environments import Counting, Failing
-from tests.torchrl_ext.parallel_checks import no_workers_left
 from torchrl_ext import GymWrapper, ParallelEnv
 
-__all__ = ["no_workers_left"]
+pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 
 def make_failing(when: str = "", how: str = "raise") -> Any:

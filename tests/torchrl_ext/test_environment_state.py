@@ -18,11 +18,10 @@ from rl_ext_core.recording import EpisodeRecorder
 from tests import programs
 from tests.environments import Counting
 from tests.torchrl_ext import resume_script
-from tests.torchrl_ext.parallel_checks import ROOT, no_workers_left
 from tests.torchrl_ext.parallel_environments import NativeEnv
 from torchrl_ext import EnvironmentState, GymEnv, GymWrapper, ParallelEnv
 
-__all__ = ["no_workers_left"]
+pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 
 @pytest.mark.sample(quick=1, ci=2)
@@ -32,7 +31,7 @@ def test_killed_runs_continue_with_the_same_weights(kind: str, tmp_path: Path) -
     for folder in (killed, other):
         folder.mkdir()
     file = Path(resume_script.__file__)
-    done = programs.run(file.read_text(), "torchrl", str(killed), kind, "9", file=file, cwd=ROOT)
+    done = programs.run(file.read_text(), "torchrl", str(killed), kind, "9", file=file, cwd=programs.ROOT)
     assert done.returncode == -signal.SIGKILL, done.stderr
     weights = []
     for folder in (killed, other):  # this process continues the first one, and does all of the other

@@ -12,12 +12,11 @@ from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.errors import DeviceConflictError, WorkerError
 from tests.core.devices.machines import machine
 from tests.core.devices.run_code import run
-from tests.torchrl_ext.parallel_checks import no_workers_left
 from tests.torchrl_ext.parallel_environments import DEVICE_VARIABLES, DeviceReporting, variables
 from tests.worker_servers import cold_server
 from torchrl_ext import ParallelEnv
 
-__all__ = ["no_workers_left"]
+pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 
 MACHINE = machine(4, order=(2, 0, 3, 1))

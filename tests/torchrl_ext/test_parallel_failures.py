@@ -16,10 +16,9 @@ from torchrl.envs import RewardSum, TransformedEnv
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from tests.environments import Counting, Failing
 from tests.leaks import running_workers
-from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
 from torchrl_ext import GymWrapper, ParallelEnv
 
-__all__ = ["event_log", "no_workers_left"]
+pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 slow = pytest.mark.slow
 # Workers step gymnasium environments themselves, or TorchRL's environments around them.
@@ -112,4 +111,4 @@ def test_failed_start_ends_workers_that_have_started() -> None:
     env = ParallelEnv(2, Failing, create_env_kwargs=[{}, {"how": threading.Lock()}])
     with pytest.raises(TypeError, match="cannot pickle"):
         env.reset()
-    assert not workers_left()
+    assert not running_workers(grace_s=60)

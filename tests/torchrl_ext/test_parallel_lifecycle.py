@@ -22,10 +22,9 @@ from rl_ext_core.errors import NotCopyableError, WorkerError
 from tests.environments import Counting, Failing, count_events
 from tests.interrupts import interrupt_at
 from tests.leaks import running_workers
-from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
 from torchrl_ext import GymWrapper, ParallelEnv
 
-__all__ = ["event_log", "no_workers_left"]
+pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 slow = pytest.mark.slow
 
@@ -119,7 +118,7 @@ def test_environments_may_start_their_own_processes(form: str) -> None:
     env = ParallelEnv(2, NESTED[form]())
     assert env.rollout(3, break_when_any_done=False).shape == (2, 2, 3)
     env.close()
-    assert not workers_left()
+    assert not running_workers(grace_s=60)
 
 
 # -- Ctrl-C
@@ -155,7 +154,7 @@ def test_ctrl_c_at_any_line_leaves_a_usable_environment(call: str, every: int, i
         assert len(running_workers()) == 2, where
         at += every
     env.close(raise_if_closed=False)
-    assert not workers_left()
+    assert not running_workers(grace_s=60)
 
 
 def continue_without_reset(env: ParallelEnv, *, stepping: bool) -> str:

@@ -25,12 +25,11 @@ from rl_ext_core.factory.compare import run_in_subprocess
 from rl_ext_core.factory.walk import fingerprint
 from tests.environments import Counting, count_events
 from tests.leaks import running_workers
-from tests.torchrl_ext.parallel_checks import event_log, no_workers_left
 from tests.torchrl_ext.parallel_environments import NativeEnv
 from torchrl_ext import GymWrapper, ParallelEnv, as_factory
 from torchrl_ext.parallel.plan import WorkerPlan
 
-__all__ = ["event_log", "no_workers_left"]
+pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 slow = pytest.mark.slow
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests import programs
+from tests.programs import ROOT
 from tests.ray_scripts import MARK, wait_for_marked_processes
-from tests.torchrl_ext.parallel_checks import ROOT
 
 pytestmark = pytest.mark.slow
 
