@@ -244,7 +244,8 @@ class CountRow:
 
     def reset(self, *, seed: int | None = None) -> Any:
         self.episode, self.age = self.episode + 1, 0
-        return self._observe()
+        observation, info = self._observe()
+        return observation, {**info, "fresh": 1}
 
     def step(self, action: Any) -> Any:
         self.age += 1
@@ -535,7 +536,7 @@ for _form in SameStep.FORMS:
             lambda mode, form=_form, options=_options: SameStep(list(LAB), form, **options),
             (SAME_STEP,),
             CountRow,
-            (),
+            ("elapsed_step", "fresh"),
             {"env_type": "torch"} if _torch else {},
         )
 TABLE["final_obs, no mode"] = TableRow(lambda mode: without_mode("batch"), (SAME_STEP,), CountRow, ())
@@ -859,7 +860,7 @@ pytestmark = [
 IDS = [f"{name}-{mode.value}" for name, mode in CASES]
 
 
-@pytest.mark.sample(quick=16, ci=56)
+@pytest.mark.sample(quick=24, ci=96)
 @pytest.mark.parametrize("library", DRIVERS)
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
 def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library: str) -> None:

@@ -338,9 +338,10 @@ class ManiSkill(Isaac):
 
 
 class SameStep:
-    """Batch that resets within the step, and returns final observations in one of many forms.
+    """Batch that resets within the step, and returns final observations and infos in one of many forms.
 
-    An observation's place contains the row, the episode and the step. Its kind is the sum of row and step.
+    An observation's place contains the row, the episode and the step. Its kind is the sum of row and step. Infos
+    contain the step, and ``"fresh"`` at a reset.
 
     :param form: ``"batch"``, ``"masks"`` (a batch with gymnasium's mask ``"_key"`` for each ``"key"``), ``"rows"`` (of
         finished episodes), ``"objects"``, ``"list"``, ``"infos"`` (a list of infos), or None.
@@ -398,7 +399,8 @@ class SameStep:
         mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
         self.episodes[mask] += 1
         self.steps[mask] = 0
-        return self.observation(slice(None)), {}
+        info = {"elapsed_step": self.array(self.steps.copy()), "fresh": self.array(mask * 1)}
+        return self.observation(slice(None)), info
 
     def final_observations(self, rows: list[int]) -> Any:
         if self.form == "batch":
@@ -408,24 +410,35 @@ class SameStep:
             return {**batch, "inner": {**batch["inner"], "_place": mask}, "_inner": mask, "_kind": mask}
         if self.form in ("rows", "masks"):
             return self.observation(rows)
-        each = [self.single_observation(row) if row in rows else None for row in range(self.num_envs)]
+        return self._per_row([self.single_observation(row) if row in rows else None for row in range(self.num_envs)])
+
+    def final_infos(self, rows: list[int]) -> Any:
+        if self.form in ("batch", "masks", "rows"):
+            return {"elapsed_step": self.array(self.steps.copy())}
+        return self._per_row([{"elapsed_step": step} if row in rows else None for row, step in enumerate(self.steps)])
+
+    def _per_row(self, values: list[Any]) -> Any:
         if self.form == "list":
-            return each
+            return values
         objects = np.full(self.num_envs, None, object)
-        for row in rows:
-            objects[row] = each[row]
+        objects[:] = values
         return objects
 
     def step(self, action: Any) -> Any:
         self.steps += 1
         done = self.steps >= self.lengths
         rows = done.nonzero()[0].tolist()
-        info: Any = {}
-        if rows and self.form == "infos":
-            info = [{self.name: self.single_observation(row)} if row in rows else {} for row in range(self.num_envs)]
-        elif rows and self.form is not None:
-            info = {self.name: self.final_observations(rows)}
+        final: Any = {}
+        if rows and self.form is not None:
+            final = {self.name: self.final_observations(rows), "final_info": self.final_infos(rows)}
         self.episodes[rows] += 1
         self.steps[rows] = 0
+        info: Any = {"elapsed_step": self.array(self.steps.copy()), "fresh": self.array(done * 1), "_fresh": done}
+        if self.form == "infos":
+            info = [{"elapsed_step": step} for step in self.steps]
+            for row in rows:
+                info[row] |= {"fresh": 1, **{key: part[row] for key, part in final.items()}}
+        else:
+            info |= final
         reward, none = np.ones(self.num_envs), np.zeros(self.num_envs, bool)
         return self.observation(slice(None)), *(self.array(part) for part in (reward, done, none)), info

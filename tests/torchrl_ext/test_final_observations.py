@@ -207,47 +207,6 @@ def test_info_arrays_are_copied() -> None:
     assert env.rollout(6)["next", "count"].tolist() == [[step, step] for step in range(1, 7)]
 
 
-def as_object_array(parts: list[Any]) -> Any:
-    """Return infos as an object array, as gymnasium did before 1.0."""
-    objects = np.full(len(parts), None, object)
-    for row, part in enumerate(parts):
-        objects[row] = part
-    return objects
-
-
-FINAL_INFOS: dict[str, Any] = {
-    "tensors": lambda steps, done: {"age": torch.as_tensor(steps), "late": torch.as_tensor(steps > 2)},
-    "arrays": lambda steps, done: {"age": steps, "late": steps > 2},
-    "objects": lambda steps, done: as_object_array(
-        [{"age": step} if end else None for step, end in zip(steps, done, strict=True)]
-    ),
-    "list": lambda steps, done: [{"age": step} if end else None for step, end in zip(steps, done, strict=True)],
-}
-
-
-@pytest.mark.parametrize("form", FINAL_INFOS)
-def test_final_infos_replace_those_of_the_reset(form: str) -> None:
-    inner = SameStep([3, 4, 5], "batch", torch_tensors=form == "tensors")
-    step = inner.step
-
-    def step_and_report(action: Any) -> Any:
-        """Step, and report infos of new episodes with the final infos of ended ones."""
-        steps = inner.steps + 1
-        done = steps >= inner.lengths
-        observation, *rest, info = step(action)
-        info["age"], info["fresh"] = (inner.array(inner.steps.copy()), inner.array(done * 1))  # of the new episodes
-        if done.any():
-            info["final_info"] = FINAL_INFOS[form](steps, done)
-        return (observation, *rest, info)
-
-    inner.step = step_and_report  # type: ignore[method-assign]
-    spec = {name: Unbounded((), dtype=torch.int64) for name in ("age", "fresh")}
-    env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(list(spec), spec=spec))
-    after = env.rollout(9, break_when_any_done=False)["next"]
-    assert torch.equal(after["age"], after["observation"][..., 2].long())
-    assert not after["fresh"].any()  # steps that end episodes do not have it
-
-
 # -- values that are not arrays
 
 VALUES: dict[str, Any] = {
