@@ -183,8 +183,9 @@ class FaultyWalk(Walk):
         self.faults = faults
 
     def observation(self) -> Any:
-        fault = self.faults.get("observation", super().observation)
-        return fault() if callable(fault) else fault
+        value = super().observation()
+        fault = self.faults.get("observation", value)
+        return fault(value) if callable(fault) else fault
 
     def reset(self, **kwargs: Any) -> Any:
         result = super().reset(**kwargs)
@@ -196,6 +197,10 @@ class FaultyWalk(Walk):
             if name in self.faults and name != "observation":
                 result[place] = self.faults[name]
         return self.faults.get("step", tuple)(result)
+
+
+class FaultyDictWalk(FaultyWalk, DictWalk):
+    """``FaultyWalk`` with observations in a nested Dict."""
 
 
 class ForeignBox:

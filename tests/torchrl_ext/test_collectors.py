@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torchrl.collectors import Collector, MultiSyncCollector
+from torchrl.collectors import MultiSyncCollector
 
 from tests.environments import Counting, count_events
 from tests.ray_scripts import run_ray_script
@@ -75,16 +75,6 @@ def collect_all(collector: Any) -> Any:
         return [batch.clone() for batch in collector]
     finally:
         collector.shutdown()
-
-
-def test_collector_runs_a_parallel_env_and_closes_its_workers(event_log: Any) -> None:
-    first, second = collect_all(Collector(ParallelEnv(2, Counting(4.0), seed=0), frames_per_batch=24, total_frames=48))
-    assert first.shape == second.shape == (2, 12)
-    observations = first["observation"]
-    assert observations[..., 2].unique().tolist() == [4.0]
-    assert observations[0, :, 0].tolist() == [*range(10), 0, 1]
-    assert (observations[0, :, 1] != observations[1, :, 1]).all()
-    assert count_events("reset", in_this_process=True) == 0
 
 
 @pytest.mark.sample(quick=0, ci=1)

@@ -29,20 +29,6 @@ pytestmark = pytest.mark.usefixtures("no_workers_left")
 slow = pytest.mark.slow
 
 
-def test_close_ends_workers_and_closes_environments(event_log: Any) -> None:
-    env = ParallelEnv(2, Failing)
-    env.reset()
-    env.close()
-    assert not running_workers()
-    assert count_events("closed", in_this_process=False) >= 2
-    assert env.is_closed
-    with pytest.raises(RuntimeError, match="closed"):
-        env.close()
-    env.close(raise_if_closed=False)
-    assert env.rollout(3).shape == (2, 3)
-    env.close()
-
-
 # -- pickles
 
 
