@@ -141,9 +141,7 @@ def test_transitions_of_a_killed_process_are_recovered() -> None:
         process.start()
         _wait_for_file(path / "added", process)
         expect_error(
-            StorageError,
-            f"in use by another process, {process.pid}",
-            lambda: open_store(path / "a", CAPACITY),
+            StorageError, f"in use by another process, {process.pid}", lambda: open_store(path / "a", CAPACITY)
         )
         process.kill()
         process.join()

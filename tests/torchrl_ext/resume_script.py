@@ -40,10 +40,7 @@ def make_unrecorded() -> EnvBase:
     return TransformedEnv(env, Compose(StepCounter(), RewardSum()))
 
 
-ENVIRONMENTS: dict[str, Any] = {
-    "single": make_env,
-    "parallel": lambda: ParallelEnv(2, make_unrecorded),
-}
+ENVIRONMENTS: dict[str, Any] = {"single": make_env, "parallel": lambda: ParallelEnv(2, make_unrecorded)}
 
 
 def train(folder: Path, kind: str, kill_at: int) -> None:

@@ -158,10 +158,7 @@ def test_buffers_of_transforms_that_the_first_reset_creates() -> None:
     EnvironmentState(other).load_state_dict(state)
     found, expected = (each.step(last.clone())["next"] for each in (other, env))
     assert (found == expected).all()
-    with pytest.raises(
-        InvalidArgumentError,
-        match=r"cannot be loaded .*size mismatch for .*_cat_buffers_observation",
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"cannot be loaded .*size mismatch for .*_cat_buffers_observation"):
         EnvironmentState(make(2)).load_state_dict(state)
 
 

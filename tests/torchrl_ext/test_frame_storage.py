@@ -25,12 +25,7 @@ from torchrl.data.replay_buffers.offline_to_online import prefill_replay_buffer
 from torchrl.data.replay_buffers.samplers import PromptGroupSampler, StalenessAwareSampler
 from torchrl.envs import CatFrames, Compose, SerialEnv, ToTensorImage, TransformedEnv
 
-from rl_ext_core.errors import (
-    DeviceUnavailableError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    OutOfMemoryError,
-)
+from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.frames.log import FrameLog
 from tests.forks import result_in_fork
 from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Twins, Videos, assert_same, make_transitions

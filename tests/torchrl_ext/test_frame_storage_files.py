@@ -15,12 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorData
-from torchrl.data import (
-    LazyTensorStorage,
-    TensorDictMaxValueWriter,
-    TensorDictReplayBuffer,
-    TensorStorageCheckpointer,
-)
+from torchrl.data import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer, TensorStorageCheckpointer
 
 from rl_ext_core.errors import (
     CorruptFileError,

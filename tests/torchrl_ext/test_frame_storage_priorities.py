@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import (
-    LazyTensorStorage,
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import LazyTensorStorage, PrioritizedSampler, PrioritizedSliceSampler, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import prioritized
 
 from tests.torchrl_ext.frame_data import Twins, Videos, assert_same

@@ -20,14 +20,7 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from rl_ext_core.errors import InvalidArgumentError, NotCopyableError
 from rl_ext_core.frames.log_state import SEQUENCE
 from tests.torchrl_ext.frame_data import Videos, collect_into, count_elements, make_film
-from tests.torchrl_ext.frame_kills import (
-    KEYS,
-    add_and_be_killed,
-    add_until_killed,
-    all_hashes,
-    batch_slice,
-    make_batch,
-)
+from tests.torchrl_ext.frame_kills import KEYS, add_and_be_killed, add_until_killed, all_hashes, batch_slice, make_batch
 from torchrl_ext import FrameStorage
 from torchrl_ext.frame_storage.buffers import NoLock
 

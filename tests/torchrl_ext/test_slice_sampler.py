@@ -81,6 +81,14 @@ def assert_same_samples(ours: Any, theirs: Any, seed: int) -> None:
         assert torch.equal(info[key], part), key
 
 
+def make_pair(storage: Callable[[], Any], batch_size: int, **options: Any) -> list[Any]:
+    """Make buffers with torchrl_ext's sampler and with TorchRL's."""
+    return [
+        ReplayBuffer(storage=storage(), sampler=sampler(**options), batch_size=batch_size)
+        for sampler in (SliceSampler, torchrl.data.SliceSampler)
+    ]
+
+
 class SameAsTorchRL(RuleBasedStateMachine):
     """Machine that makes the same calls of buffers with torchrl_ext's sampler and with TorchRL's."""
 
@@ -98,10 +106,7 @@ class SameAsTorchRL(RuleBasedStateMachine):
     def make_buffers(self, storage: Any, size: int, source: str, seed: int, **options: Any) -> None:
         self.steps, self.size, self.n_samples = Steps(seed), size, 0
         options.update(SOURCES[source])
-        self.buffers = [
-            ReplayBuffer(storage=storage(size), sampler=sampler(**options), batch_size=8)
-            for sampler in (SliceSampler, torchrl.data.SliceSampler)
-        ]
+        self.buffers = make_pair(partial(storage, size), 8, **options)
         self.extend(2, lazy=False)
 
     def call_both(self, use: Callable[[Any], Any]) -> None:
@@ -129,8 +134,7 @@ class SameAsTorchRL(RuleBasedStateMachine):
         data, at = self.steps.collect(1), torch.tensor([place % len(self.buffers[0])])
         if way == "storage" and len(self.buffers[0]) < self.size:
             way = "index"  # TorchRL counts the element as added, and samples uninitialized memory
-
-        def write(buffer: Any) -> None:
+        for buffer in self.buffers:
             if way == "index":
                 buffer[at] = data.clone()
             elif way == "set_at_":
@@ -142,8 +146,6 @@ class SameAsTorchRL(RuleBasedStateMachine):
                 buffer[:]["episode"][at] = data["episode"]
                 buffer[:]["next", "done"][at] = data["next", "done"]
 
-        self.call_both(write)
-
     @rule()
     def empty(self) -> None:
         self.call_both(lambda buffer: buffer.empty())
@@ -151,15 +153,13 @@ class SameAsTorchRL(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from(["state", "files"]))
     def load(self, how: str) -> None:
-        def load(buffer: Any) -> None:
+        for buffer in self.buffers:
             if how == "state":
                 buffer.load_state_dict(copy.deepcopy(buffer.state_dict()))
-                return
+                continue
             with tempfile.TemporaryDirectory() as folder:
                 buffer.dumps(folder)
                 buffer.loads(folder)
-
-        self.call_both(load)
 
     @rule()
     def replace_by_copy(self) -> None:
@@ -221,17 +221,11 @@ def test_additions_do_not_read_all_elements_again(source: str, storage: str, tmp
     assert len(scans) <= n_before + 1
 
 
-def make_pair(storage: Callable[[], Any], batch_size: int, **options: Any) -> list[Any]:
-    """Make buffers with torchrl_ext's sampler and with TorchRL's, both with cached values."""
-    options.update(traj_key="episode", cache_values=True)
-    return [
-        ReplayBuffer(storage=storage(), sampler=sampler(**options), batch_size=batch_size)
-        for sampler in (SliceSampler, torchrl.data.SliceSampler)
-    ]
+CACHED = {"traj_key": "episode", "cache_values": True}
 
 
 def test_max_bytes_returns_the_samples_of_torchrl() -> None:
-    buffers = make_pair(lambda: FrameStorage(10_000, max_bytes=60_000), 50, slice_len=5)
+    buffers = make_pair(lambda: FrameStorage(10_000, max_bytes=60_000), 50, slice_len=5, **CACHED)
     videos = Videos(1, end=0.01)
     for seed in range(25):
         rows = videos.collect(30).reshape(-1)
@@ -244,7 +238,7 @@ def test_max_bytes_returns_the_samples_of_torchrl() -> None:
 
 def test_writes_of_another_buffer_are_seen() -> None:
     storage, steps = LazyTensorStorage(50), Steps(1)
-    ours, theirs = make_pair(lambda: storage, 9, slice_len=3, strict_length=False)
+    ours, theirs = make_pair(lambda: storage, 9, slice_len=3, strict_length=False, **CACHED)
     other = ReplayBuffer(storage=storage)
     # TorchRL counts what both buffers write twice, and therefore samples places that contain no elements yet.
     ours.extend(steps.collect(50))
@@ -261,7 +255,7 @@ def _extend_once(buffer: Any, data: Any) -> None:
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("storage", [FrameStorage, LazyTensorStorage])
 def test_writes_of_another_process_are_seen(storage: Any) -> None:
-    options = {"slice_len": 3, "traj_key": "episode", "cache_values": True, "strict_length": False}
+    options = {"slice_len": 3, "strict_length": False, **CACHED}
     steps = Steps(1)
     buffer = ReplayBuffer(storage=storage(50), sampler=SliceSampler(**options), batch_size=9, shared=True)
     buffer.extend(steps.collect(10))
@@ -280,11 +274,7 @@ def test_sampler_arguments_dispatch_as_in_torchrl() -> None:
     assert type(SliceSampler(slice_len=2, replacement=False)) is SliceSamplerWithoutReplacement
     static = {"ends": torch.tensor([False, True, False, True]), "trajectories": torch.tensor([0, 0, 1, 1])}
     for name, values in static.items():
-        options = {"slice_len": 2, "cache_values": True, name: values}
-        buffers = [
-            ReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler(**options), batch_size=8)
-            for sampler in (SliceSampler, torchrl.data.SliceSampler)
-        ]
+        buffers = make_pair(lambda: LazyTensorStorage(4), 8, slice_len=2, cache_values=True, **{name: values})
         for buffer in buffers:
             buffer.storage.set(range(4), Steps(0).collect(4))
         assert_same_samples(*buffers, seed=0)
