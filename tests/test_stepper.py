@@ -906,7 +906,6 @@ BOTH_WRAPPERS = pytest.mark.parametrize("wrapper", [GymVecEnv, GymWrapper])
 
 
 def run_episodes(wrapper: Any, env: Any, **options: Any) -> None:
-    """Step an environment in a wrapper until episodes have ended."""
     stepper = wrapper(env, **options)
     if wrapper is GymWrapper:
         stepper.rollout(60, break_when_any_done=False)
@@ -948,7 +947,6 @@ def test_errors_when_an_episode_ends(make: Any, error: type[Exception], text: st
 
 
 def make_envpool() -> Any:
-    """Make an asynchronous EnvPool, or skip the test."""
     skip_without("envpool")
     import envpool
 

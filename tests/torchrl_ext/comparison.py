@@ -16,10 +16,6 @@ from tests.torchrl_ext.environments import DictWalk, WalkWithoutInfos
 Make = Callable[[], Any]
 
 
-def entries(data: TensorDictBase) -> dict[Any, Any]:
-    return dict(data.items(include_nested=True, leaves_only=True))
-
-
 def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
     """Assert that keys, types, dtypes, shapes, devices and bits are equal."""
     assert found.keys(True) == expected.keys(True) or set(found.keys(True)) == set(expected.keys(True))

@@ -213,7 +213,17 @@ class ForeignDict:
         self.spaces = parts
 
 
-class Isaac:
+class BareBatch:
+    """Vectorized environment without a base class."""
+
+    render_mode = spec = None
+    unwrapped = property(lambda self: self)
+
+    def close(self) -> None:
+        """Do nothing, since there is nothing to close."""
+
+
+class Isaac(BareBatch):
     """Batch in the style of Isaac Lab: tensors written in place, and resets within the step.
 
     :param final_obs: Whether extras contain final observations.
@@ -223,8 +233,6 @@ class Isaac:
     """
 
     metadata: ClassVar[dict[str, Any]] = {}
-    render_mode = None
-    spec = None
 
     def __init__(
         self,
@@ -238,7 +246,6 @@ class Isaac:
         self.num_envs, self.device, self.final_obs = num_envs, "cpu", final_obs
         self.overwrites_actions = overwrites_actions
         self.lengths = torch.tensor(lengths or [3 + row % 5 for row in range(num_envs)])
-        self.max_episode_length = int(self.lengths.max())
         self.cfg = SimpleNamespace(is_finite_horizon=False, auto_reset=True)  # auto_reset is mjlab's setting
         make, many = (ForeignBox, ForeignDict) if foreign else (spaces.Box, spaces.Dict)
         self.single_observation_space = many(policy=make(-np.inf, np.inf, (6,), F32))
@@ -253,16 +260,6 @@ class Isaac:
         self.episodes = torch.zeros(num_envs, dtype=torch.long)
         self.extras: dict[str, Any] = {}
         self.requested_rows: list[list[int]] = []
-
-    @property
-    def unwrapped(self) -> Isaac:
-        return self
-
-    def close(self) -> None:
-        """Do nothing, since there is nothing to close."""
-
-    def render(self) -> None:
-        """Do nothing, since there is nothing to render."""
 
     def _reset_rows(self, rows: torch.Tensor) -> None:
         self.episodes[rows] += 1
@@ -342,7 +339,7 @@ class ManiSkill(Isaac):
         return observation["policy"], *rest, info
 
 
-class SameStep:
+class SameStep(BareBatch):
     """Batch that resets within the step, and returns final observations and infos in one of many forms.
 
     An observation's place contains the row, the episode and the step. Its kind is the sum of row and step. Infos
@@ -355,7 +352,6 @@ class SameStep:
     """
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": "SameStep"}
-    render_mode = None
     FORMS = ("batch", "masks", "rows", "objects", "list", "infos")
 
     def __init__(
@@ -378,13 +374,6 @@ class SameStep:
         self.single_action_space = self.action_space = spaces.Discrete(2)
         self.observation_space = self.single_observation_space
         self.episodes, self.steps = np.full(self.num_envs, -1), np.zeros(self.num_envs, int)
-
-    @property
-    def unwrapped(self) -> SameStep:
-        return self
-
-    def close(self) -> None:
-        """Do nothing, since there is nothing to close."""
 
     def observation(self, rows: Any) -> Any:
         number = np.arange(self.num_envs)[rows]

@@ -6,13 +6,14 @@ import hashlib
 from collections import Counter
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.wrappers import FrameStackObservation
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from tests.torchrl_ext.environments import SamplingEnv
 from torchrl_ext import FrameStorage
 
 STACK, HEIGHT, WIDTH = 4, 28, 24
@@ -155,34 +156,12 @@ def collect_into(buffer: Any, seed: int, batches: list[int]) -> None:
         buffer.extend(videos.collect(steps).reshape(-1))
 
 
-class Film(gymnasium.Env[Any, Any]):
-    """Environment of stacked frames that depend only on the seed of the first reset."""
-
-    observation_space = spaces.Box(0, 255, (4, 28, 24), np.uint8)
-    action_space = spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        super().reset(seed=seed)
-        self.stack = np.zeros((4, 28, 24), np.uint8)
-        self.length = int(self.np_random.integers(3, 20))
-        return self._push_frame(), {}
-
-    def _push_frame(self) -> Any:
-        frame = np.full((28, 24), 50, np.uint8)
-        y, x = self.np_random.integers(0, 20, 2)
-        frame[y : y + 4, x : x + 4] = self.np_random.integers(0, 256, (4, 4))
-        self.stack = np.concatenate([self.stack[1:], frame[None]])
-        return self.stack.copy()
-
-    def step(self, action: Any) -> Any:
-        self.length -= 1
-        return self._push_frame(), 1.0, self.length == 0, False, {}
-
-
 def make_film() -> Any:
+    """Make an environment of stacked frames that depend only on the seed of the first reset."""
     from torchrl_ext import GymWrapper
 
-    return GymWrapper(Film())
+    noise = SamplingEnv(spaces.Box(0, 255, (28, 24), np.uint8), spaces.Discrete(2), length=9)
+    return GymWrapper(FrameStackObservation(noise, 4))
 
 
 def count_elements(rows: Any, keys: list[Any]) -> Counter[str]:

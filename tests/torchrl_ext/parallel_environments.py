@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from typing import Any
 
 import torch
@@ -37,15 +36,14 @@ class DeviceReporting(Counting):
 class NativeEnv(EnvBase):
     """TorchRL environment that draws from torch's global generator, and observes its seed."""
 
-    def __init__(self, size: int = 2, note: Any = None, pause: float = 0.0, **kwargs: Any) -> None:
+    def __init__(self, size: int = 2, note: Any = None, high: float = 1.0, **kwargs: Any) -> None:
         log_event("built")
         super().__init__(**kwargs)
-        self.pause = pause
         self.size, self.note, self.extra = size, note, torch.zeros(())
         self.observation_spec = Composite(observation=Unbounded((size,)), seed=Unbounded((1,), dtype=torch.int64))
         if note is not None:
             self.observation_spec["note"] = NonTensor(())
-        self.action_spec = Bounded(-1, 1, (1,))
+        self.action_spec = Bounded(-1, high, (1,))
         self.reward_spec = Unbounded((1,))
         self.register_buffer("total", torch.zeros(()))
         self.seed = -1
@@ -57,7 +55,6 @@ class NativeEnv(EnvBase):
         return out
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
-        time.sleep(self.pause)
         return TensorDict(self._make_entries())
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,30 +63,20 @@ def test_copies_in_other_processes_collect_the_same_data(kind: str) -> None:
     assert np.unique(drawn).size == drawn.size
 
 
-class MakeParallel:
-    def __init__(self, factory: Any) -> None:
-        self.factory = factory
-
-    def __call__(self) -> ParallelEnv:
-        return ParallelEnv(2, self.factory)
-
-
-def collect_all(collector: Any) -> Any:
-    try:
-        return [batch.clone() for batch in collector]
-    finally:
-        collector.shutdown()
-
-
 @pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("make", [MakeParallel, lambda factory: MakeParallel(factory)()], ids=["made there", "pickled"])
+@pytest.mark.parametrize(
+    "make", [lambda factory: partial(ParallelEnv, 2, factory), partial(ParallelEnv, 2)], ids=["made there", "pickled"]
+)
 def test_collector_processes_start_and_close_their_own_parallel_envs(
     make: Callable[[Any], Any], event_log: Any
 ) -> None:
     source = make(as_factory(Counting(4.0)))
     before = count_events("built", in_this_process=True)
     collector = MultiSyncCollector([source] * 2, frames_per_batch=40, total_frames=80, cat_results="stack")
-    first, _ = collect_all(collector)
+    try:
+        first, _ = [batch.clone() for batch in collector]
+    finally:
+        collector.shutdown()
     assert first["observation"][..., 2].unique().tolist() == [4.0]
     drawn = first["observation"][..., 0, 1].flatten().tolist()
     assert len(set(drawn)) == 4

@@ -28,10 +28,6 @@ class FailingTransform(Transform):
         return next_tensordict
 
 
-def make_with_failing_transform() -> Any:
-    return TransformedEnv(GymWrapper(Counting()), Compose(FailingTransform()))
-
-
 def crash(env: ParallelEnv) -> WorkerError:
     with pytest.raises(WorkerError) as caught:
         env.rollout(400, break_when_any_done=False)
@@ -62,7 +58,8 @@ def test_arguments_for_the_environment_are_part_of_the_record(tmp_path: Path) ->
 
 
 def test_failures_of_transforms_are_recorded_and_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    error = crash(ParallelEnv(1, make_with_failing_transform, recorder=tmp_path))
+    env = ParallelEnv(1, lambda: TransformedEnv(GymWrapper(Counting()), Compose(FailingTransform())), recorder=tmp_path)
+    error = crash(env)
     assert "the transform fails" in str(error)
     (path,) = tmp_path.iterdir()
     assert main(["replay", str(path), "--yes"]) == 0

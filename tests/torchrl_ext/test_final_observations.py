@@ -82,15 +82,11 @@ def test_previous_observation_survives_edits_of_the_data() -> None:
     assert torch.equal(play(True), play(False))
 
 
-def always_rows(*rows: Any) -> Any:
-    return lambda final: list(rows)
-
-
 FAULTS: dict[str, tuple[str, Any, str]] = {
     "none for one that is done": ("objects", lambda final: np.full(2, None, object), "has no entry for .*0"),
-    "of another shape": ("list", always_rows(np.zeros(4), np.zeros(4)), r"shape \(1, 4\).*\(1, 3\)"),
-    "of one number, which would be spread": ("list", always_rows(*[np.zeros(1)] * 2), r"shape \(1, 1\).*\(1, 3\)"),
-    "too few": ("list", always_rows(*[np.zeros(3)] * 3), "3 rows; expected 2"),
+    "of another shape": ("list", lambda final: [np.zeros(4)] * 2, r"shape \(1, 4\).*\(1, 3\)"),
+    "of one number, which would be spread": ("list", lambda final: [np.zeros(1)] * 2, r"shape \(1, 1\).*\(1, 3\)"),
+    "too few": ("list", lambda final: [np.zeros(3)] * 3, "3 rows; expected 2"),
     "no nested dict": ("nested", lambda final: {"kind": final["kind"]}, "no 'inner'.*holds.*kind"),
     "no nested entry": (
         "nested",

@@ -4,8 +4,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 from torchrl.collectors import Collector
 from torchrl.data import (
@@ -350,21 +352,17 @@ def test_rows_that_are_shuffled_within_a_batch_take_as_much_as_rows_in_order() -
 pytest.importorskip("ale_py")
 
 
-def _make_stacked_atari() -> Any:
-    import gymnasium
-    from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+def _make_breakout(**options: Any) -> Any:
+    return AtariPreprocessing(gymnasium.make("ALE/Breakout-v5", frameskip=1), **options)
 
-    game = gymnasium.make("ALE/Breakout-v5", frameskip=1)
-    return GymWrapper(FrameStackObservation(AtariPreprocessing(game), 4))
+
+def _make_stacked_atari() -> Any:
+    return GymWrapper(FrameStackObservation(_make_breakout(), 4))
 
 
 def _make_float_atari() -> Any:
     """Make an Atari game whose frames TorchRL scales and stacks: floats between 0 and 1."""
-    import gymnasium
-    from gymnasium.wrappers import AtariPreprocessing
-
-    game = gymnasium.make("ALE/Breakout-v5", frameskip=1)
-    env = GymWrapper(AtariPreprocessing(game, grayscale_newaxis=True))
+    env = GymWrapper(_make_breakout(grayscale_newaxis=True))
     scaled = ToTensorImage(in_keys=["observation"], out_keys=["pixels"])
     return TransformedEnv(env, Compose(scaled, CatFrames(N=4, dim=-3, in_keys=["pixels"])))
 
@@ -392,7 +390,6 @@ def test_frames_of_collectors_are_exact_and_stored_once(make: Any, pixels: Any, 
     ]
     collector = Collector(SerialEnv(2, make), None, frames_per_batch=100, total_frames=800)
     collector.set_seed(0)
-    raw = 0
     for batch in collector:
         for buffer in buffers:
             buffer.extend((batch if ndim == 2 else batch.reshape(-1)).clone())

@@ -169,14 +169,6 @@ def test_folder_cannot_be_shared(context: Any, tmp_path: Path) -> None:
     buffer.storage.close()
 
 
-def _collect_serially(seeds: list[int], batches: list[int]) -> list[Any]:
-    collected = []
-    for seed in seeds:
-        videos = Videos(2, seed=seed)
-        collected += [videos.collect(steps).reshape(-1) for steps in batches]
-    return collected
-
-
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("first", [1, 100])
 def test_shared_storage_contains_all_elements_of_two_processes(context: Any, first: int) -> None:
@@ -184,9 +176,11 @@ def test_shared_storage_contains_all_elements_of_two_processes(context: Any, fir
     start = Videos(1, seed=9).collect(first).reshape(-1)
     buffer.extend(start.clone())
     workers = [context.Process(target=collect_into, args=(buffer, seed, BATCHES)) for seed in (1, 2)]
-    for worker in workers:
+    rows = list(start)
+    for seed, worker in enumerate(workers, 1):
         worker.start()
-    expected = sum((count_elements(rows, ALL_KEYS) for rows in [start, *_collect_serially([1, 2], BATCHES)]), Counter())
+        collect_into(rows, seed, BATCHES)
+    expected = count_elements(torch.stack(rows), ALL_KEYS)
     while any(worker.is_alive() for worker in workers):
         seen = count_elements(buffer.sample(), ALL_KEYS)
         assert not set(seen) - set(expected), "the learner sees whole transitions only"
@@ -199,26 +193,21 @@ def test_shared_storage_contains_all_elements_of_two_processes(context: Any, fir
         buffer.storage.load_state_dict(buffer.storage.state_dict())
 
 
-def _collect_without_buffer(frames: int) -> Any:
-    collector = MultiSyncCollector([make_film] * 2, None, frames_per_batch=100, total_frames=frames)
-    collector.set_seed(3)
-    rows = torch.cat([batch.reshape(-1).clone() for batch in collector])
-    collector.shutdown()
-    return rows
-
-
 @pytest.mark.sample(quick=0)
 @pytest.mark.filterwarnings("ignore")
 def test_multiprocess_collectors_fill_a_shared_storage() -> None:
     buffer = ReplayBuffer(storage=FrameStorage(1000), shared=True, batch_size=32)
-    options = {"frames_per_batch": 100, "total_frames": 400, "replay_buffer": buffer}
-    collector = MultiSyncCollector([make_film] * 2, None, **options)
-    collector.set_seed(3)
-    try:
-        for _ in collector:
-            if len(buffer) > 32:
-                buffer.sample()
-    finally:
-        collector.shutdown()
-    assert count_elements(buffer[:], FILM_KEYS) == count_elements(_collect_without_buffer(400), FILM_KEYS)
+    rows: list[Any] = []
+    for options in ({"replay_buffer": buffer}, {}):
+        collector = MultiSyncCollector([make_film] * 2, None, frames_per_batch=100, total_frames=400, **options)
+        collector.set_seed(3)
+        try:
+            for batch in collector:
+                if not options:
+                    rows.append(batch.reshape(-1).clone())
+                elif len(buffer) > 32:
+                    buffer.sample()
+        finally:
+            collector.shutdown()
+    assert count_elements(buffer[:], FILM_KEYS) == count_elements(torch.cat(rows), FILM_KEYS)
     assert buffer.storage._columns[0].table.part.layout.n_stack == 4

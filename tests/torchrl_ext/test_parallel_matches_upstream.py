@@ -171,11 +171,6 @@ def run_policy_with_state(env: Any) -> Any:
     return roll(env, 14, policy=policy)
 
 
-def collect(env: Any) -> Any:
-    collector = Collector(env, None, frames_per_batch=30, total_frames=90, reset_at_each_iter=False)
-    return torch.cat([batch.clone() for batch in collector], -1)
-
-
 def live(env: Any) -> Any:
     """Close and start an environment repeatedly, and return what happens."""
     found: list[Any] = []
@@ -190,6 +185,7 @@ def live(env: Any) -> Any:
     return found
 
 
+FRAMES: dict[str, Any] = {"frames_per_batch": 30, "total_frames": 90, "reset_at_each_iter": False}
 COMMON: dict[str, Callable[[Any], Any]] = {
     "rollout": lambda env: env.rollout(5),
     "rollout across episodes": roll,
@@ -206,7 +202,7 @@ COMMON: dict[str, Callable[[Any], Any]] = {
     "keys": lambda env: (env.batch_size, env.device, env.reward_keys, env.action_keys, env.done_keys, env.reset_keys),
     "a transform": lambda env: roll(TransformedEnv(env, RewardSum())),
     "transforms": lambda env: roll(TransformedEnv(env, Compose(StepCounter(4), RewardSum())), 14),
-    "a collector": collect,
+    "a collector": lambda env: torch.cat([batch.clone() for batch in Collector(env, None, **FRAMES)], -1),
     "check_env_specs": check_env_specs,
 }
 OF_COUNTER: dict[str, Callable[[Any], Any]] = {

@@ -80,14 +80,11 @@ def test_classes_and_ids_of_a_script_without_guard_reach_workers(tmp_path: Path)
     assert [float(line.split()[1]) for line in out.splitlines()] == [2 * size for size in PRINTED]
 
 
-ENDS = (
-    OWN
-    + """
+ENDS = f"""{OWN}
 env = ParallelEnv(2, Own)
 env.reset()
 open("running", "w").close()
 """
-)
 
 
 def test_scripts_without_close_exit_cleanly(tmp_path: Path) -> None:

@@ -248,10 +248,6 @@ def test_writes_of_another_buffer_are_seen() -> None:
         assert_same_samples(ours, theirs, seed)
 
 
-def _extend_once(buffer: Any, data: Any) -> None:
-    buffer.extend(data)
-
-
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("storage", [FrameStorage, LazyTensorStorage])
 def test_writes_of_another_process_are_seen(storage: Any) -> None:
@@ -260,7 +256,7 @@ def test_writes_of_another_process_are_seen(storage: Any) -> None:
     buffer = ReplayBuffer(storage=storage(50), sampler=SliceSampler(**options), batch_size=9, shared=True)
     buffer.extend(steps.collect(10))
     buffer.sample()
-    process = multiprocessing.get_context("spawn").Process(target=_extend_once, args=(buffer, steps.collect(15)))
+    process = multiprocessing.get_context("spawn").Process(target=buffer.extend, args=(steps.collect(15),))
     process.start()
     process.join(120)
     assert process.exitcode == 0

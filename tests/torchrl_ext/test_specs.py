@@ -264,13 +264,8 @@ def test_batches_with_batched_spaces_only_match_upstream(name: str, by: str) -> 
     for spec in ("full_observation_spec", "full_action_spec", "full_done_spec"):
         assert getattr(ours, spec) == getattr(theirs, spec)
     assert ours.reward_spec.shape == (4, 1)
-    rollouts = []
-    for env in (ours, theirs):
-        torch.manual_seed(0)
-        rollouts.append(env.rollout(5, break_when_any_done=False))
-    found, expected = rollouts
-    for key in found.exclude("next").keys(True, True):
-        assert torch.equal(found[key], expected[key]), key
+    found, expected = (seeded_rollout(env, 5).exclude("next") for env in (ours, theirs))
+    assert_same(found, expected)
     for action, other in zip(ours._env.received, theirs._env.received, strict=True):
         np.testing.assert_array_equal(action, other)
 
