@@ -313,7 +313,6 @@ class FailingOnce(Failing):
         super().__init__(when, "SIGSEGV", after=0)
 
     def _fail_at(self, when: str) -> None:
-        """Fail in this method if the mark file does not exist, after creating it."""
         if self._when == when and not self._mark.exists():
             self._mark.touch()
             fail(self._how)

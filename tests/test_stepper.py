@@ -114,7 +114,6 @@ class IsaacLabEnv(IsaacByIds):
         self.buffers = {name: torch.zeros(ROWS, dtype=torch.long) for name in self.KEYS}
 
     def _report(self, info: dict[str, Any]) -> dict[str, Any]:
-        """Add the reused buffers and a log to an info."""
         return info | {**self.buffers, "log": {"mean": torch.tensor(2.5)}}
 
     def reset(self, seed: Any = None, env_ids: Any = None, options: Any = None) -> Any:
@@ -308,7 +307,6 @@ class CartPoleRow:
 
 @cache
 def functional_env() -> Any:
-    """Return gymnasium's functional CartPole, which is compiled once for all rows."""
     import jax
     from gymnasium.envs import phys2d
 
@@ -358,7 +356,6 @@ class BraxRow:
 
 @cache
 def compiled_brax_step(env: Any) -> Any:
-    """Compile the step of a single Brax environment, once for all rows."""
     import jax
 
     return jax.jit(env.env.step)
@@ -916,8 +913,6 @@ def run_episodes(wrapper: Any, env: Any, **options: Any) -> None:
 
 
 class DropsResetOptions(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):
-    """Wrapper that drops the options of a reset, so that all rows are reset."""
-
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         return self.env.reset(seed=seed)
 

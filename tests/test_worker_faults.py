@@ -179,7 +179,6 @@ def test_forked_process_cannot_use_or_end_the_workers(name: str) -> None:
         assert text.startswith("InvalidArgumentError: these environments belong to process "), text
 
     def close_and_exit() -> str:
-        """Close the environments, and run multiprocessing's exit function, which ends children."""
         close(env)
         process._children.difference_update(others)
         if isinstance(env, SharedMemoryVecEnv):  # a fork may use its own environments

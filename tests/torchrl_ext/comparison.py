@@ -17,7 +17,6 @@ Make = Callable[[], Any]
 
 
 def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
-    """Assert that keys, types, dtypes, shapes, devices and bits are equal."""
     assert found.keys(True) == expected.keys(True) or set(found.keys(True)) == set(expected.keys(True))
     assert (found.batch_size, found.device) == (expected.batch_size, expected.device)
     for key, right in expected.items(include_nested=True):

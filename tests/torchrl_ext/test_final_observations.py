@@ -68,7 +68,6 @@ def test_missing_final_observations_are_nan_or_previous(info: Any, torch_tensors
 
 def test_previous_observation_survives_edits_of_the_data() -> None:
     def play(edits: bool) -> Any:
-        """Roll out, optionally overwriting the returned data; return next observations."""
         env = wrap(SameStep([2, 3, 5], None, nested=True), missing_final_obs="previous")
         data, found = env.reset(), []
         for _ in range(9):

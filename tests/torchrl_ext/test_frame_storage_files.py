@@ -216,7 +216,6 @@ def _make_checkpoint(folder: Path) -> Path:
 
 
 def _open_folder(folder: Path, **options: Any) -> Any:
-    """Open a folder that :func:`_make_folder` has made."""
     return make_buffer(**{"size": 50, "storage_dir": folder, "resume": True, **options})
 
 

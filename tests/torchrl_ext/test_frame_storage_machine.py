@@ -82,7 +82,6 @@ class SameAsUpstream(RuleBasedStateMachine):
         codec=st.sampled_from(["raw", "patch"]),
     )
     def make_buffers(self, form: str, ndim: int, in_folder: bool, keeps_best: bool, rows: int, codec: str) -> None:
-        """Make both buffers with these options, and add first elements."""
         n_envs = 2 if ndim == 2 else 1
         self.size, self.rows, self.ndim, self.form = rows * n_envs, rows, ndim, form
         # In two dimensions, TensorDictReplayBuffer 0.14.1 cannot number one step of several environments.
@@ -101,7 +100,6 @@ class SameAsUpstream(RuleBasedStateMachine):
         return self.cls(storage=storage, batch_size=8, **writer)
 
     def _open_buffer(self, folder: Path | None, size: int = 0) -> Any:
-        """Make our buffer over a FrameStorage, in a folder or in memory."""
         size = size or self.size
         return self._make_buffer(FrameStorage(size, storage_dir=folder, resume=folder is not None, **self.options))
 
@@ -283,7 +281,6 @@ class SameAsUpstream(RuleBasedStateMachine):
             shutil.rmtree(self.temporary / "left")
 
     def _compare(self, ours: Any) -> None:
-        """Assert that one of our buffers has upstream's length, cursor and elements."""
         assert len(ours) == len(self.theirs)
         assert int(ours.writer._cursor) == int(self.theirs.writer._cursor)
         held = torch.arange(self.n_rows)

@@ -58,7 +58,6 @@ def sample_and_reprioritize(buffer: Any) -> TensorDict:
 
 
 def check_samples_and_priorities(twins: Twins, steps: int = 3) -> None:
-    """Compare indices, weights, values and priorities of both buffers."""
     for _ in range(steps):
         ours, theirs = twins.call_both(sample_and_reprioritize)
         assert theirs.get("priority_weight", None) is not None

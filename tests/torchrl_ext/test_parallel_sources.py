@@ -166,7 +166,6 @@ def test_ids_and_specs_build_environments(source: Any) -> None:
 @pytest.mark.slow
 def test_environments_are_built_with_num_sub_threads_and_have_the_same_specs() -> None:
     def make_env() -> NativeEnv:
-        """Make an environment; raise an error unless torch uses three threads."""
         if torch.get_num_threads() != 3:
             raise RuntimeError(f"{torch.get_num_threads()} threads")
         return NativeEnv(size=2)

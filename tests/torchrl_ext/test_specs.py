@@ -409,7 +409,6 @@ class Board(gymnasium.Env[Any, Any]):
         self.observation_space = spaces.Dict(observation=box(*shape), action_mask=mask)
 
     def observe(self) -> Any:
-        """Return the places that are taken, and a mask of the free ones."""
         return {"observation": self.taken.astype(np.float32), "action_mask": ~self.taken}
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
