@@ -93,7 +93,6 @@ def _is_finalizing(frame: FrameType | None) -> bool:
 def interrupt_at(call: Callable[[], Any], at: int, *, code_paths: tuple[str, ...]) -> str | None:
     """Run a call, and interrupt it at one step.
 
-    :param call: the call
     :param at: number of the step, from 1
     :param code_paths: parts of paths; only code in files with one of them counts
     :return: the place, as text; None if the call has fewer steps

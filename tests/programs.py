@@ -88,9 +88,7 @@ def start(
 ) -> Program:
     """Start a program.
 
-    :param code: its source
     :param preloaded: key of ``PRELOADED``
-    :param arguments: arguments of the program
     :param file: path that the program has as a script; default: it runs as with ``python -c``
     :param cwd: working folder, by default the present one
     :param environ: environment variables, by default the present ones

@@ -84,16 +84,6 @@ def test_round_robin_devices_cycle_over_gpus(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-@pytest.mark.exhaustive
-def test_workers_render_with_mesa() -> None:
-    env = gymnasium.make("HalfCheetah-v5", render_mode="rgb_array", width=32, height=32)
-    decision = resolve("cpu", render="same", renderer="gymnasium")
-    parallel = ParallelEnv(2, env, devices=decision)
-    parallel.reset()
-    assert [image.shape for image in parallel.render()] == [(32, 32, 3)] * 2
-    parallel.close()
-
-
 TORCHRL = """
 import gymnasium, json
 from torchrl.envs import GymWrapper, ParallelEnv
