@@ -13,90 +13,61 @@ from tests.torchrl_ext.comparison import make_vector_env
 from tests.torchrl_ext.environments import FaultyDictWalk, FaultyWalk, SameStep, SamplingEnv, Walk, box
 from torchrl_ext import GymWrapper
 
-SINGLE: dict[str, tuple[dict[str, Any], str]] = {
-    "shape": ({"observation": np.zeros(5, np.float32)}, r"'observation' has the shape \(5,\); its space has \(4,\)"),
-    "more axes": (
-        {"observation": np.zeros((4, 4), np.float32)},
-        r"\(4, 4\); its space has \(4,\)\. .* write env\.num_envs = 4",
+OBSERVATIONS: dict[str, tuple[Any, str]] = {
+    "shape": (np.zeros(5, np.float32), r"'observation' has the shape \(5,\); its space has \(4,\)"),
+    "more axes": (np.zeros((4, 4), np.float32), r"\(4, 4\); its space has \(4,\)\. .* write env\.num_envs = 4"),
+    "text": ("left", r"'observation' is of type str, which makes no tensor.*\(4,\) of torch.float32"),
+    "complex": (np.full(4, 1j), r"'observation' has the dtype torch.complex128.*torch.float32"),
+    "a dict": ({"observation": [0] * 4}, r"a dict with the keys \['observation'\].*write the space"),
+    "Dict, no key": (lambda whole: {"inner": whole["inner"]}, r"observation 'image' is missing.*returned \['inner'\]"),
+    "Dict, nested": (
+        lambda whole: {**whole, "inner": {"kind": 1}},
+        r"observation 'inner.place' is missing.*\['kind'\]",
     ),
-    "text": ({"observation": "left"}, r"'observation' is of type str, which makes no tensor.*\(4,\) of torch.float32"),
-    "complex": ({"observation": np.full(4, 1j)}, r"'observation' has the dtype torch.complex128.*torch.float32"),
-    "a dict": ({"observation": {"observation": [0] * 4}}, r"a dict with the keys \['observation'\].*write the space"),
+    "Dict, an array": (lambda whole: whole["image"], r"observation is of type ndarray; its space is a Dict of"),
+    "Dict, a number": (lambda whole: {**whole, "inner": 5}, r"observation 'inner' is of type int; its space is a Dict"),
+    "Dict, an index": (lambda whole: {**whole, "inner": {**whole["inner"], "kind": 7}}, r"'inner.kind' is 7"),
+}
+RESULTS: dict[str, tuple[dict[str, Any], str]] = {
+    **{name: ({"observation": fault}, message) for name, (fault, message) in OBSERVATIONS.items()},
     "reward None": ({"reward": None}, r"'reward' is of type NoneType.*its space has the shape \(1,\).*Return an array"),
     "two rewards": ({"reward": np.ones(2)}, r"'reward' has the shape \(2,\); its space has \(1,\)"),
     "flag None": ({"terminated": None}, r"'terminated' and 'truncated' are None and .*; expected one boolean each"),
     "flags of a batch": ({"truncated": np.zeros(3, bool)}, r"False and array\(\[False.*; expected one boolean each"),
     "reward None, frames skipped": ({"reward": None}, r"step\(\) returned the reward None and the flags"),
     "flag of text, frames skipped": ({"truncated": "yes"}, r"step\(\) returned the reward .* and the flags"),
-    "old step": (
-        {"step": lambda result: tuple(result[:4])},
-        r"step\(\) returned 4 values; expected the 5 of gymnasium",
+    "old step": ({"step": lambda result: result[:4]}, r"step\(\) returned 4 values; expected the 5 of gymnasium"),
+    "old reset": (
+        {"reset": lambda pair: pair[0]},
+        r"reset\(\) returned a value of type ndarray; expected the 2 of gymn",
     ),
-    "Dict, no key": (
-        {"observation": lambda whole: {"inner": whole["inner"]}},
-        r"observation 'image' is missing.*returned \['inner'\]",
-    ),
-    "Dict, no nested key": (
-        {"observation": lambda whole: {**whole, "inner": {"kind": 1}}},
-        r"observation 'inner.place' is missing.*\['kind'\]",
-    ),
-    "Dict, an array": (
-        {"observation": lambda whole: whole["image"]},
-        r"observation is of type ndarray; its space is a Dict of",
-    ),
-    "Dict, a nested number": (
-        {"observation": lambda whole: {**whole, "inner": 5}},
-        r"observation 'inner' is of type int; its space is a Dict",
-    ),
-    "Dict, an index": (
-        {"observation": lambda whole: {**whole, "inner": {**whole["inner"], "kind": 7}}},
-        r"'inner.kind' is 7",
-    ),
+    "three at a reset": ({"reset": lambda pair: (*pair, 1)}, r"reset\(\) returned 3 values; expected the 2"),
+    "None at a reset": ({"reset": lambda pair: (None, {})}, r"observation.* is of type NoneType"),
 }
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("name", RESULTS)
 def test_errors_name_invalid_results_of_single_environments(name: str) -> None:
-    faults, message = SINGLE[name]
+    faults, message = RESULTS[name]
     inner, place = (FaultyDictWalk(), ("inner", "place")) if "Dict" in name else (FaultyWalk(), "observation")
     env = GymWrapper(inner, frame_skip=3 if "frames skipped" in name else 1)
-    data = env.reset()
-    for take in (env.step, env.step_and_maybe_reset, lambda data: env._step(data)):
+
+    def check_error(call: Any) -> None:
         inner.faults = faults
-        before = data.clone()
         with pytest.raises(EnvironmentOutputError, match=message):
-            take(env.rand_action(data))
-        assert set(data.keys()) == set(before.keys()) | {"action"}
+            call()
         inner.faults = {}
+
+    for _ in range(2 * (not faults.keys().isdisjoint(("observation", "reset")))):  # the first and a later reset
+        check_error(env.reset)
+        assert env.rollout(5).shape == (5,)
+    data = env.reset()
+    for take in () if "reset" in faults else (env.step, env.step_and_maybe_reset, env._step):
+        before = data.clone()
+        check_error(lambda take=take, data=data: take(env.rand_action(data)))
+        assert set(data.keys()) == set(before.keys()) | {"action"}
         data = env.step_mdp(env.step(env.rand_action(data)))
         assert data[place][1] > 0
-    if "observation" in faults:
-        inner.faults = faults
-        with pytest.raises(EnvironmentOutputError, match=message):
-            env.reset()
-        inner.faults = {}
-    assert env.rollout(5).shape == (5,)
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (lambda pair: pair[0], r"reset\(\) returned a value of type ndarray; expected the 2 of gymnasium"),
-        (lambda pair: (*pair, 1), r"reset\(\) returned 3 values; expected the 2"),
-        (lambda pair: (None, {}), r"observation.* is of type NoneType"),
-    ],
-    ids=["only the observation", "three", "observation None"],
-)
-@pytest.mark.parametrize("first", [True, False])
-def test_errors_name_invalid_reset_results(fault: Any, message: str, first: bool) -> None:
-    inner = FaultyWalk()
-    env = GymWrapper(inner)
-    if not first:
-        env.rollout(3)
-    inner.faults = {"reset": fault}
-    with pytest.raises(EnvironmentOutputError, match=message):
-        env.reset()
-    inner.faults = {}
     assert env.rollout(5).shape == (5,)
 
 
