@@ -111,34 +111,28 @@ def make_transformed(*transforms: Any) -> TransformedEnv:
     return TransformedEnv(make_recorded(), Compose(*transforms))
 
 
+BUILDS: dict[str, Any] = {
+    "single": make_recorded,
+    "one worker": lambda: ParallelEnv(1, make_counting),
+    "two workers": lambda: ParallelEnv(2, make_counting),
+    "steps": lambda: make_transformed(StepCounter()),
+    "steps and sums": lambda: make_transformed(StepCounter(), RewardSum()),
+    "noise": lambda: make_recorded(Noise(Counting())),
+}
+
+
 @pytest.mark.parametrize(
-    ("make", "make_other", "match"),
+    ("name", "other_name", "match"),
     [
-        (make_recorded, lambda: ParallelEnv(2, make_counting), r"is ParallelEnv\(2, .*: expected a single environment"),
-        (
-            lambda: ParallelEnv(1, make_counting),
-            lambda: ParallelEnv(2, make_counting),
-            r"Env\(2, .*: expected ParallelEnv\(1, ",
-        ),
-        (
-            make_recorded,
-            lambda: make_transformed(StepCounter()),
-            r"transforms is Compose\(StepCounter\): expected empty",
-        ),
-        (
-            lambda: make_transformed(StepCounter(), RewardSum()),
-            lambda: make_transformed(StepCounter()),
-            r"is Compose\(StepCounter\): expected Compose\(StepCounter, RewardSum\)",
-        ),
-        (
-            lambda: make_recorded(Noise(Counting())),
-            make_recorded,
-            "is GymWrapper of Counting: expected GymWrapper of Noise of ",
-        ),
+        ("single", "two workers", r"is ParallelEnv\(2, .*: expected a single environment"),
+        ("one worker", "two workers", r"Env\(2, .*: expected ParallelEnv\(1, "),
+        ("single", "steps", r"transforms is Compose\(StepCounter\): expected empty"),
+        ("steps and sums", "steps", r"is Compose\(StepCounter\): expected Compose\(StepCounter, RewardSum\)"),
+        ("noise", "single", "is GymWrapper of Counting: expected GymWrapper of Noise of "),
     ],
 )
-def test_states_of_environments_that_were_built_otherwise_are_refused(make: Any, make_other: Any, match: str) -> None:
-    env, other = make(), make_other()
+def test_states_of_environments_that_were_built_otherwise_are_refused(name: str, other_name: str, match: str) -> None:
+    env, other = BUILDS[name](), BUILDS[other_name]()
     env.rollout(3, break_when_any_done=False)
     before = other.rollout(3, break_when_any_done=False)[..., -1]
     with pytest.raises(InvalidArgumentError, match=match):

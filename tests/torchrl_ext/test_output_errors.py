@@ -20,10 +20,7 @@ OBSERVATIONS: dict[str, tuple[Any, str]] = {
     "complex": (np.full(4, 1j), r"'observation' has the dtype torch.complex128.*torch.float32"),
     "a dict": ({"observation": [0] * 4}, r"a dict with the keys \['observation'\].*write the space"),
     "Dict, no key": (lambda whole: {"inner": whole["inner"]}, r"observation 'image' is missing.*returned \['inner'\]"),
-    "Dict, nested": (
-        lambda whole: {**whole, "inner": {"kind": 1}},
-        r"observation 'inner.place' is missing.*\['kind'\]",
-    ),
+    "Dict, inner": (lambda whole: {**whole, "inner": {"kind": 1}}, r"observation 'inner.place' is missing.*\['kind'\]"),
     "Dict, an array": (lambda whole: whole["image"], r"observation is of type ndarray; its space is a Dict of"),
     "Dict, a number": (lambda whole: {**whole, "inner": 5}, r"observation 'inner' is of type int; its space is a Dict"),
     "Dict, an index": (lambda whole: {**whole, "inner": {**whole["inner"], "kind": 7}}, r"'inner.kind' is 7"),
@@ -39,7 +36,7 @@ RESULTS: dict[str, tuple[dict[str, Any], str]] = {
     "old step": ({"step": lambda result: result[:4]}, r"step\(\) returned 4 values; expected the 5 of gymnasium"),
     "old reset": (
         {"reset": lambda pair: pair[0]},
-        r"reset\(\) returned a value of type ndarray; expected the 2 of gymn",
+        r"reset\(\) returned a value of type ndarray; expected the 2 of gymnasium",
     ),
     "three at a reset": ({"reset": lambda pair: (*pair, 1)}, r"reset\(\) returned 3 values; expected the 2"),
     "None at a reset": ({"reset": lambda pair: (None, {})}, r"observation.* is of type NoneType"),

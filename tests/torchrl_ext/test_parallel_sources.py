@@ -280,6 +280,9 @@ def test_verify_false_skips_the_comparison_of_copies() -> None:
     env.close()
 
 
+TWO = (2, Counting)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "text"),
     [
@@ -289,22 +292,12 @@ def test_verify_false_skips_the_comparison_of_copies() -> None:
         ((3, [Counting] * 2), {}, InvalidArgumentError, r"has length 2 for num_workers=3.*ParallelEnv\(2"),
         ((Counting,), {}, InvalidTypeError, r"no environment; num_workers is of type type\. Use ParallelEnv\(4, env\)"),
         ((np.float64(2), Counting), {}, InvalidTypeError, "num_workers=np.float64"),
-        (
-            (2, [Counting] * 2),
-            {"overrides": {"depth": 1.0}},
-            InvalidTypeError,
-            "overrides=.* is not a list of mappings",
-        ),
-        (
-            (2, Counting),
-            {"overrides": [{}]},
-            InvalidArgumentError,
-            "overrides has length 1: expected one entry for each",
-        ),
-        ((2, Counting), {"seed": -1}, InvalidArgumentError, "seed=-1"),
-        ((2, Counting), {"devices": "fastest"}, InvalidArgumentError, r"(?s)devices='fastest'.*resolve\("),
-        ((2, Counting), {"devices": [3, 4]}, InvalidArgumentError, r"(?s)devices=.*resolve\("),
-        ((2, Counting), {"mp_start_method": "telepathy"}, InvalidArgumentError, "telepathy"),
+        (TWO, {"overrides": {"depth": 1.0}}, InvalidTypeError, "overrides=.* is not a list of mappings"),
+        (TWO, {"overrides": [{}]}, InvalidArgumentError, "overrides has length 1: expected one entry for each"),
+        (TWO, {"seed": -1}, InvalidArgumentError, "seed=-1"),
+        (TWO, {"devices": "fastest"}, InvalidArgumentError, r"(?s)devices='fastest'.*resolve\("),
+        (TWO, {"devices": [3, 4]}, InvalidArgumentError, r"(?s)devices=.*resolve\("),
+        (TWO, {"mp_start_method": "telepathy"}, InvalidArgumentError, "telepathy"),
     ],
 )
 def test_invalid_arguments_are_rejected(arguments: Any, options: Any, error: type[Exception], text: str) -> None:
