@@ -46,10 +46,8 @@ def test_commands_and_files_named_on_pages_exist() -> None:
         for name in re.findall(r"benchmarks\.(?!md|html)([a-z_]+)", text):
             assert (ROOT / "benchmarks" / f"{name}.py").exists(), (page, name)
         for name in re.findall(r"`(?:scripts|tests|examples)/([\w/.]+\.\w+)`", text):
-            assert [path for top in ("scripts", "tests", "examples") if (path := ROOT / top / name).exists()], (
-                page,
-                name,
-            )
+            paths = [ROOT / top / name for top in ("scripts", "tests", "examples")]
+            assert any(path.exists() for path in paths), (page, name)
 
 
 def test_files_named_by_the_contributing_page_exist() -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,9 +66,7 @@ def test_copies_in_other_processes_collect_the_same_data(kind: str) -> None:
 @pytest.mark.parametrize(
     "make", [lambda factory: partial(ParallelEnv, 2, factory), partial(ParallelEnv, 2)], ids=["made there", "pickled"]
 )
-def test_collector_processes_start_and_close_their_own_parallel_envs(
-    make: Callable[[Any], Any], event_log: Any
-) -> None:
+def test_collector_processes_start_and_close_their_own_parallel_envs(make: Any, event_log: Any) -> None:
     source = make(as_factory(Counting(4.0)))
     before = count_events("built", in_this_process=True)
     collector = MultiSyncCollector([source] * 2, frames_per_batch=40, total_frames=80, cat_results="stack")

@@ -176,9 +176,7 @@ READERS = ["read_action", "read_obs", "read_reward", "read_done"]
 
 
 @pytest.mark.parametrize("name", [*READERS, "_output_transform", "_reset_output_transform"])
-def test_overrides_of_upstream_methods_that_are_never_called_are_rejected(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overrides_of_methods_that_are_never_called_are_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mixin = type("Reads", (), {name: lambda self, value: value})
     with pytest.raises(InvalidTypeError, match=f"Mixed overrides {name}, which .* does not call. Override _step"):
         type("Mixed", (mixin, GymEnv), {})

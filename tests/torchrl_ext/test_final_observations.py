@@ -52,9 +52,8 @@ def test_missing_final_observations_are_nan_or_previous(info: Any, torch_tensors
         inner = SameStep([1, 2, 5], None, nested=nested, torch_tensors=torch_tensors)
         step = inner.step
         inner.step = lambda action, step=step: (*step(action)[:-1], info)  # type: ignore[method-assign]
-        rollout = wrap(inner, missing_final_obs=missing, finds_done_rows=finds_done_rows).rollout(
-            9, break_when_any_done=False
-        )
+        env = wrap(inner, missing_final_obs=missing, finds_done_rows=finds_done_rows)
+        rollout = env.rollout(9, break_when_any_done=False)
         place, done = place_key(nested), rollout["next", "done"].squeeze(-1)
         assert rollout[place].isfinite().all()
         assert torch.equal(rollout["next"][place][~done], rollout[place][~done] + torch.tensor([0.0, 0.0, 1.0]))
@@ -196,9 +195,8 @@ def report_info(inner: Any, name: str, value: Any) -> Any:
 def test_info_arrays_are_copied() -> None:
     count = np.zeros(2)
     inner = report_info(Walk(9, 9), "count", lambda: np.add(count, 1, out=count))
-    env = GymWrapper(inner).set_info_dict_reader(
-        default_info_dict_reader(["count"], spec=[Unbounded((2,), dtype=torch.float64)])
-    )
+    spec = [Unbounded((2,), dtype=torch.float64)]
+    env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(["count"], spec=spec))
     assert env.rollout(6)["next", "count"].tolist() == [[step, step] for step in range(1, 7)]
 
 

@@ -175,9 +175,7 @@ def _make_pictures(n: int) -> TensorDict:
 
 
 @pytest.mark.parametrize(("batch", "quality"), [(1, 95), (7, 50)])
-def test_jpeg_images_are_close_and_stay_after_a_failure(
-    batch: int, quality: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jpeg_images_are_close_and_survive_failures(batch: int, quality: int, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, data = FrameStorage(100, codec="jpeg", quality=quality, n_stack=STACK), _make_pictures(80)
     for start in range(0, 80, batch):
         storage.set(range(start, min(start + batch, 80)), data[start : start + batch])

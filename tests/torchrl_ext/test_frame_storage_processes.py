@@ -95,9 +95,8 @@ def test_killed_processes_neither_block_others_nor_leave_partial_elements(contex
                 complete = [number.value for number in n_complete]
                 held, length = _count_valid_elements(buffer), len(buffer)
             if size >= 100_000:
-                assert held >= _count_batches([0, *(i for n in complete for i in range(n))], batch), (
-                    "nothing complete is lost"
-                )
+                every = [0, *(i for n in complete for i in range(n))]
+                assert held >= _count_batches(every, batch), "nothing complete is lost"
                 assert length % batch == 0
                 assert length <= (1 + sum(complete) + len(n_complete)) * batch
             assert not set(count_elements(buffer.sample(), KEYS)) - set(all_hashes())

@@ -47,9 +47,7 @@ def transformed(env: Any) -> TransformedEnv:
     [(lambda: GymWrapper(Counting()), pickle.dumps), (Counting(4.0), cloudpickle.dumps)],
     ids=["lambda", "instance"],
 )
-def test_pickling_closes_the_environment_and_the_copy_starts_new_workers(
-    source: Any, dumps: Callable[[Any], bytes]
-) -> None:
+def test_pickling_closes_the_environment_and_the_copy_starts_new_workers(source: Any, dumps: Any) -> None:
     env = ParallelEnv(2, source, seed=3)
     before = env.rollout(3)["observation"]
     copy = pickle.loads(dumps(env))
