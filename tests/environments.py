@@ -163,7 +163,6 @@ class RandomEnv(WithMethods):
         return self._sample_observation(), self._reward(self.np_random.random()), terminated, truncated, info
 
     def all_given(self) -> list[Any]:
-        """Return all actions that ``step`` has received."""
         return self.given
 
     def draws(self) -> dict[str, list[float]]:
@@ -181,8 +180,6 @@ class RandomEnv(WithMethods):
 
 
 class ReusedArrayEnv(RandomEnv):
-    """RandomEnv that writes every observation to the same array."""
-
     def _sample_observation(self) -> Any:
         drawn = super()._sample_observation()
         parts = drawn if isinstance(drawn, dict) else {"": drawn}
@@ -233,15 +230,11 @@ def hang_in_c() -> None:
 
 
 class UnpicklableError(Exception):
-    """Exception that raises an error when it is pickled."""
-
     def __reduce__(self) -> Any:
         raise TypeError("never")
 
 
 class NeedsArgumentsError(Exception):
-    """Exception that can be pickled, but not unpickled."""
-
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
 
@@ -301,7 +294,6 @@ class Failing(Counting):
         return super().step(action)
 
     def method(self) -> None:
-        """Fail if ``when`` is "method"."""
         self._fail_at("method")
 
     def return_unreadable(self) -> Any:
@@ -321,7 +313,6 @@ class FailingOnce(Failing):
         super().__init__(when, "SIGSEGV", after=0)
 
     def _fail_at(self, when: str) -> None:
-        """Fail in this method if the mark file does not exist, after creating it."""
         if self._when == when and not self._mark.exists():
             self._mark.touch()
             fail(self._how)
@@ -348,8 +339,6 @@ class Gated(Counting):
 
 
 class Returning(Counting):
-    """Environment that returns a given observation."""
-
     def __init__(self, space: spaces.Space[Any], observation: Any) -> None:
         super().__init__()
         self.observation_space, self._observation = space, observation
@@ -386,7 +375,6 @@ class Writing(Counting):
         self._path, self._how, self._seconds = Path(path), how, seconds
 
     def _write(self) -> None:
-        """Write the file after some seconds."""
         time.sleep(self._seconds)
         self._path.write_text(f"{self._count}")
 
@@ -424,8 +412,6 @@ def build_and_record(build: Any, folder: str) -> gym.Env[Any, Any]:
 
 
 class Slow(Counting):
-    """Environment whose steps take five milliseconds."""
-
     def step(self, action: int) -> Any:
         time.sleep(0.005)
         return super().step(action)

@@ -1,5 +1,3 @@
-"""Calls of a function in a forked process."""
-
 from __future__ import annotations
 
 import os

@@ -32,7 +32,6 @@ class _StepTracer:
         self.where: str | None = None
 
     def run(self, call: Callable[[], Any]) -> str | None:
-        """Run a call, and return where it was interrupted, or None."""
         before = sys.gettrace(), sys.getprofile()
         sys.setprofile(self._profile)
         sys.settrace(self._trace)
@@ -85,7 +84,6 @@ def _leaves_with_block(frame: FrameType) -> bool:
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:
-    """Return whether a frame runs inside a ``__del__`` method."""
     # Exceptions in __del__ are printed, and do not reach the caller.
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
@@ -95,7 +93,6 @@ def _is_finalizing(frame: FrameType | None) -> bool:
 def interrupt_at(call: Callable[[], Any], at: int, *, code_paths: tuple[str, ...]) -> str | None:
     """Run a call, and interrupt it at one step.
 
-    :param call: the call
     :param at: number of the step, from 1
     :param code_paths: parts of paths; only code in files with one of them counts
     :return: the place, as text; None if the call has fewer steps

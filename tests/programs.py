@@ -53,7 +53,6 @@ class Program:
         self.pid = int(self._read_line(60))
 
     def _read_line(self, timeout_s: float) -> bytes:
-        """Read a line about the program from its supervisor."""
         line, end = b"", time.monotonic() + timeout_s
         while not line.endswith(b"\n"):
             if not select.select([self._status], [], [], max(end - time.monotonic(), 0))[0]:
@@ -89,9 +88,7 @@ def start(
 ) -> Program:
     """Start a program.
 
-    :param code: its source
     :param preloaded: key of ``PRELOADED``
-    :param arguments: arguments of the program
     :param file: path that the program has as a script; default: it runs as with ``python -c``
     :param cwd: working folder, by default the present one
     :param environ: environment variables, by default the present ones

@@ -61,7 +61,6 @@ def wait_for_marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def has_mark(process: psutil.Process, mark: str) -> bool:
-    """Return whether a process has the environment variable with this value."""
     try:
         return bool(process.environ().get(MARK) == mark)
     except psutil.Error:

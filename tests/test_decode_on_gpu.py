@@ -19,7 +19,6 @@ GOALS = spaces.Dict(dict.fromkeys(("observation", "achieved_goal", "desired_goal
 
 
 def make_buffer(kind: Any = sb3_ext.CompressedReplayBuffer, space: Any = IMAGE, **options: Any) -> Any:
-    """Create a buffer of 20 transitions on the CPU."""
     return kind(20, space, spaces.Discrete(2), device="cpu", **options)
 
 

@@ -1,5 +1,3 @@
-"""Tests of the documentation: build, error index, links, commands and code blocks."""
-
 from __future__ import annotations
 
 import importlib
@@ -22,7 +20,6 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 @pytest.fixture
 def directives(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import the site's own Sphinx directives."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     pytest.importorskip("docutils")
     return importlib.import_module("site_directives")
@@ -49,10 +46,8 @@ def test_commands_and_files_named_on_pages_exist() -> None:
         for name in re.findall(r"benchmarks\.(?!md|html)([a-z_]+)", text):
             assert (ROOT / "benchmarks" / f"{name}.py").exists(), (page, name)
         for name in re.findall(r"`(?:scripts|tests|examples)/([\w/.]+\.\w+)`", text):
-            assert [path for top in ("scripts", "tests", "examples") if (path := ROOT / top / name).exists()], (
-                page,
-                name,
-            )
+            paths = [ROOT / top / name for top in ("scripts", "tests", "examples")]
+            assert any(path.exists() for path in paths), (page, name)
 
 
 def test_files_named_by_the_contributing_page_exist() -> None:

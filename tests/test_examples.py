@@ -1,5 +1,3 @@
-"""Tests that the examples run, and that the stored outputs of notebooks belong to their code."""
-
 from __future__ import annotations
 
 import importlib

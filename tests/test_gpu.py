@@ -44,7 +44,6 @@ IMAGE = spaces.Box(0, 255, (4, 40, 40), np.uint8)
 
 @pytest.fixture
 def no_waits() -> Iterator[Any]:
-    """Return a function that makes every wait for the GPU an error."""
     yield torch.cuda.set_sync_debug_mode
     torch.cuda.set_sync_debug_mode("default")
 

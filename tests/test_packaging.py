@@ -1,5 +1,3 @@
-"""Tests of the contents of the wheel and the source distribution."""
-
 from __future__ import annotations
 
 import re
@@ -16,7 +14,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel and the sdist, and return their folder."""
     out = tmp_path_factory.mktemp("build_folder")
     command = [sys.executable, "-m", "hatchling", "build", "--directory", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

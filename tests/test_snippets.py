@@ -1,5 +1,3 @@
-"""Blocks of Python in README and documentation: they name all that they use, and run."""
-
 from __future__ import annotations
 
 import importlib

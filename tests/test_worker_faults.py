@@ -50,8 +50,6 @@ PLACES = {"constructor": "its constructor", "reset in step": "reset"}
 
 
 class InTorchRL:
-    """Function that builds an environment which workers step by TorchRL, because of its transform."""
-
     def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build
 
@@ -97,7 +95,6 @@ def close(env: Any) -> None:
 
 
 def cases() -> Iterator[Any]:
-    """Yield the faults for which each class raises a WorkerError."""
     for name, phases in PHASES.items():
         for when in phases:
             for how, (kind, _) in FAULTS.items():
@@ -163,7 +160,6 @@ def test_worker_killed_between_calls_is_reported_at_the_next_call(name: str, the
 
 
 def calls_of(env: Any) -> list[Callable[[], Any]]:
-    """Return calls of environments that use workers."""
     if is_parallel_env(env):
         data = env.rand_action(env.reset())
         steps = [lambda: env.step(data.clone()), lambda: env.step_and_maybe_reset(data.clone())]
@@ -183,7 +179,6 @@ def test_forked_process_cannot_use_or_end_the_workers(name: str) -> None:
         assert text.startswith("InvalidArgumentError: these environments belong to process "), text
 
     def close_and_exit() -> str:
-        """Close the environments, and run multiprocessing's exit function, which ends children."""
         close(env)
         process._children.difference_update(others)
         if isinstance(env, SharedMemoryVecEnv):  # a fork may use its own environments

@@ -1,5 +1,3 @@
-"""Tests of benchmarks.processes."""
-
 from __future__ import annotations
 
 import subprocess

@@ -26,8 +26,6 @@ INFO_KEYS = ("TimeLimit.truncated", "terminal_observation")
 
 
 class Spy(ReplayBuffer):
-    """Replay buffer that records the arguments of ``add``."""
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.seen: list[Any] = []
@@ -57,7 +55,6 @@ class Film(gym.Env[np.ndarray, np.ndarray]):
         self.action_space = spaces.Box(np.float32([-2, 0]), np.float32([2, 3]))
 
     def _frame(self) -> np.ndarray:
-        """Draw a random RGB frame, channel-first or channel-last."""
         frame = self.np_random.integers(1, 256, (36, 40, 3), np.uint8)
         return frame.transpose(2, 0, 1) if self.channel_first else frame
 

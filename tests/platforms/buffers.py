@@ -33,14 +33,12 @@ KINDS = (OBSERVATIONS, {"exact": Observation((3, 9, 8), np.uint8, "raw", 3)})
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Create a temporary folder, and delete it after the ``with`` block."""
     path = Path(tempfile.mkdtemp())
     yield path
     shutil.rmtree(path)  # on Windows, it fails if a file is still in use
 
 
 def expect_error(kind: type[Exception], words: str, function: Callable[[], Any]) -> None:
-    """Assert that a call raises this kind of exception with these words."""
     text = None
     try:
         function()
@@ -122,7 +120,6 @@ def test_damaged_folder_is_refused() -> None:
 
 
 def _add_until_killed(path: Path) -> None:
-    """Fill a store in a folder, then wait until the process is killed."""
     store = open_store(path, CAPACITY)
     add(store, *range(ADDED))
     (path.parent / "added").touch()
@@ -131,7 +128,6 @@ def _add_until_killed(path: Path) -> None:
 
 
 def _wait_for_file(path: Path, process: Any) -> None:
-    """Wait for a file that a process creates."""
     for _ in range(6000):
         if path.exists():
             break
@@ -145,9 +141,7 @@ def test_transitions_of_a_killed_process_are_recovered() -> None:
         process.start()
         _wait_for_file(path / "added", process)
         expect_error(
-            StorageError,
-            f"in use by another process, {process.pid}",
-            lambda: open_store(path / "a", CAPACITY),
+            StorageError, f"in use by another process, {process.pid}", lambda: open_store(path / "a", CAPACITY)
         )
         process.kill()
         process.join()
@@ -159,7 +153,6 @@ def test_transitions_of_a_killed_process_are_recovered() -> None:
 
 
 def _increment_under_lock(lock: ProcessLock, memory: MemoryFile, times: int) -> None:
-    """Increment a number in shared memory several times, each time under a lock."""
     (number,) = memory.arrays(((1,), np.int64))
     for _ in range(times):
         with lock:

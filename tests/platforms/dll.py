@@ -64,7 +64,6 @@ def assert_no_children() -> None:
 
 
 def collect_rewards(environment: Any, seed: int) -> list[float]:
-    """Return the rewards of five steps after a reset."""
     environment.reset(seed=seed)
     return [float(environment.step(NOTHING)[1]) for _ in range(5)]
 

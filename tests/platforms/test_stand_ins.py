@@ -37,7 +37,6 @@ main(["--help"])
 
 
 def run(system: str, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run Python on an imitated system, and return the finished process."""
     paths = [str(STAND_IN), str(ROOT), str(ROOT / "shared"), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "RL_EXT_STAND_IN": system, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environ = {name: value for name, value in environ.items() if not name.startswith(("PYTEST_", "COV_"))}
@@ -50,7 +49,6 @@ def run(system: str, *command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("system", MISSING)
 def test_packages_import_and_help_is_printed(system: str) -> None:
     done = run(system, "-c", IMPORTS, *MISSING[system])
-
     assert done.returncode == 0, done.stderr[-3000:]
     assert "doctor" in done.stdout
 
@@ -60,7 +58,6 @@ def test_packages_import_and_help_is_printed(system: str) -> None:
 def test_buffers(system: str) -> None:
     """Run ``buffers.py``, which also tests processes that share memory or are killed."""
     done = run(system, "tests/platforms/buffers.py")
-
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "ok     test_compressed_replay_buffer_equals_sb3" in done.stdout
 
@@ -76,7 +73,6 @@ def test_library_with_one_instance_per_process(system: str, tmp_path: Path, monk
     monkeypatch.setenv("RL_EXT_TEST_LIBRARY", compile_library(tmp_path))
     names = IMITATED.get(system, ())
     done = run(system, "tests/platforms/dll.py", *names)
-
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert all(f"ok     {name}" in done.stdout for name in names or [DEATHS])
 

@@ -47,8 +47,6 @@ class Draws(gymnasium.Env[np.ndarray, Any]):
 
 
 class SignPolicy(torch.nn.Module):
-    """Policy with a parameter that pushes by the first observation entry."""
-
     def __init__(self) -> None:
         super().__init__()
         self.bias = torch.nn.Parameter(torch.zeros(()))
@@ -79,7 +77,6 @@ SOURCES: dict[str, Callable[[], Any]] = {
 
 @contextlib.contextmanager
 def local_ray(folder: str) -> Iterator[None]:
-    """Run Ray on this machine alone, with its files in a folder."""
     import ray
 
     options: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 2**27, "log_to_driver": False}

@@ -16,13 +16,7 @@ from tests.torchrl_ext.environments import DictWalk, WalkWithoutInfos
 Make = Callable[[], Any]
 
 
-def entries(data: TensorDictBase) -> dict[Any, Any]:
-    """Return all leaves of a TensorDict by nested key."""
-    return dict(data.items(include_nested=True, leaves_only=True))
-
-
 def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
-    """Assert that keys, types, dtypes, shapes, devices and bits are equal."""
     assert found.keys(True) == expected.keys(True) or set(found.keys(True)) == set(expected.keys(True))
     assert (found.batch_size, found.device) == (expected.batch_size, expected.device)
     for key, right in expected.items(include_nested=True):
@@ -37,7 +31,6 @@ def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
 
 
 def seeded_rollout(env: EnvBase, steps: int = 300, *, seed: int = 3, **kwargs: Any) -> TensorDictBase:
-    """Return a rollout with seeded environment and actions."""
     env.set_seed(seed)
     torch.manual_seed(seed)
     kwargs.setdefault("break_when_any_done", False)
@@ -53,7 +46,6 @@ def assert_same_rollouts(ours: EnvBase, theirs: EnvBase, steps: int = 300, **kwa
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in a TensorDict, dict, list or tuple."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (TensorDictBase, dict)):

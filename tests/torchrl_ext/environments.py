@@ -40,7 +40,6 @@ class Walk(gymnasium.Env[Any, Any]):
         return self.observation(), {"age": np.array(0), "length": np.array(self.length)}
 
     def observation(self) -> np.ndarray[Any, Any]:
-        """Return the episode, its step, the sum of its actions and a random number."""
         return np.array([self.episode, self.step_count, self.total, self.np_random.normal()], F32)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -53,8 +52,6 @@ class Walk(gymnasium.Env[Any, Any]):
 
 
 class DictWalk(Walk):
-    """``Walk`` with observations in a nested Dict."""
-
     observation_space = spaces.Dict(
         inner=spaces.Dict(place=spaces.Box(-np.inf, np.inf, (4,), F32), kind=spaces.Discrete(5)),
         image=spaces.Box(0, 255, (2, 2, 3), np.uint8),
@@ -90,8 +87,6 @@ class InfoWalk(Walk):
 
 
 class BoxInfoWalk(InfoWalk):
-    """InfoWalk with an array as its action."""
-
     action_space = spaces.Box(-1, 1, (1,), F32)
 
     def step(self, action: Any) -> Any:
@@ -171,8 +166,6 @@ STAGGERED: list[Any] = [partial(WalkWithoutInfos, length, length) for length in 
 
 
 class VectorRewards(Walk):
-    """``Walk`` with two rewards per step, as in mo-gymnasium."""
-
     def __init__(self) -> None:
         super().__init__()
         self.reward_space = spaces.Box(-np.inf, np.inf, (2,), F32)
@@ -190,8 +183,9 @@ class FaultyWalk(Walk):
         self.faults = faults
 
     def observation(self) -> Any:
-        fault = self.faults.get("observation", super().observation)
-        return fault() if callable(fault) else fault
+        value = super().observation()
+        fault = self.faults.get("observation", value)
+        return fault(value) if callable(fault) else fault
 
     def reset(self, **kwargs: Any) -> Any:
         result = super().reset(**kwargs)
@@ -205,21 +199,31 @@ class FaultyWalk(Walk):
         return self.faults.get("step", tuple)(result)
 
 
-class ForeignBox:
-    """Box of an unknown library."""
+class FaultyDictWalk(FaultyWalk, DictWalk):
+    """``FaultyWalk`` with observations in a nested Dict."""
 
+
+class ForeignBox:
     def __init__(self, low: Any, high: Any, shape: tuple[int, ...] | None = None, dtype: Any = None) -> None:
         self.low, self.high, self.shape, self.dtype = low, high, shape, dtype
 
 
 class ForeignDict:
-    """Dict space of an unknown library."""
-
     def __init__(self, **parts: Any) -> None:
         self.spaces = parts
 
 
-class Isaac:
+class BareBatch:
+    """Vectorized environment without a base class."""
+
+    render_mode = spec = None
+    unwrapped = property(lambda self: self)
+
+    def close(self) -> None:
+        """Do nothing, since there is nothing to close."""
+
+
+class Isaac(BareBatch):
     """Batch in the style of Isaac Lab: tensors written in place, and resets within the step.
 
     :param final_obs: Whether extras contain final observations.
@@ -229,8 +233,6 @@ class Isaac:
     """
 
     metadata: ClassVar[dict[str, Any]] = {}
-    render_mode = None
-    spec = None
 
     def __init__(
         self,
@@ -244,7 +246,6 @@ class Isaac:
         self.num_envs, self.device, self.final_obs = num_envs, "cpu", final_obs
         self.overwrites_actions = overwrites_actions
         self.lengths = torch.tensor(lengths or [3 + row % 5 for row in range(num_envs)])
-        self.max_episode_length = int(self.lengths.max())
         self.cfg = SimpleNamespace(is_finite_horizon=False, auto_reset=True)  # auto_reset is mjlab's setting
         make, many = (ForeignBox, ForeignDict) if foreign else (spaces.Box, spaces.Dict)
         self.single_observation_space = many(policy=make(-np.inf, np.inf, (6,), F32))
@@ -260,18 +261,7 @@ class Isaac:
         self.extras: dict[str, Any] = {}
         self.requested_rows: list[list[int]] = []
 
-    @property
-    def unwrapped(self) -> Isaac:
-        return self
-
-    def close(self) -> None:
-        """Do nothing, since there is nothing to close."""
-
-    def render(self) -> None:
-        """Do nothing, since there is nothing to render."""
-
     def _reset_rows(self, rows: torch.Tensor) -> None:
-        """Start new episodes in these rows."""
         self.episodes[rows] += 1
         self.steps[rows] = 0
         # Only the row and the episode, so that observations after a reset are predictable.
@@ -304,8 +294,6 @@ class Isaac:
 
 
 class IsaacByIds(Isaac):
-    """``Isaac`` with partial resets by ``env_ids``."""
-
     def reset(
         self, seed: int | None = None, env_ids: torch.Tensor | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
@@ -351,10 +339,11 @@ class ManiSkill(Isaac):
         return observation["policy"], *rest, info
 
 
-class SameStep:
-    """Batch that resets within the step, and returns final observations in one of many forms.
+class SameStep(BareBatch):
+    """Batch that resets within the step, and returns final observations and infos in one of many forms.
 
-    An observation's place contains the row, the episode and the step. Its kind is the sum of row and step.
+    An observation's place contains the row, the episode and the step. Its kind is the sum of row and step. Infos
+    contain the step, and ``"fresh"`` at a reset.
 
     :param form: ``"batch"``, ``"masks"`` (a batch with gymnasium's mask ``"_key"`` for each ``"key"``), ``"rows"`` (of
         finished episodes), ``"objects"``, ``"list"``, ``"infos"`` (a list of infos), or None.
@@ -363,7 +352,6 @@ class SameStep:
     """
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": "SameStep"}
-    render_mode = None
     FORMS = ("batch", "masks", "rows", "objects", "list", "infos")
 
     def __init__(
@@ -387,15 +375,7 @@ class SameStep:
         self.observation_space = self.single_observation_space
         self.episodes, self.steps = np.full(self.num_envs, -1), np.zeros(self.num_envs, int)
 
-    @property
-    def unwrapped(self) -> SameStep:
-        return self
-
-    def close(self) -> None:
-        """Do nothing, since there is nothing to close."""
-
     def observation(self, rows: Any) -> Any:
-        """Return number, episode and step of these rows, or a nested dict with them."""
         number = np.arange(self.num_envs)[rows]
         place = np.stack([number, self.episodes[rows], self.steps[rows]], -1).astype(F32)
         if not self.nested:
@@ -404,8 +384,6 @@ class SameStep:
         return {"inner": inner, "kind": self.array(number + self.steps[rows])}
 
     def single_observation(self, row: int) -> Any:
-        """Return one row's observation, without the batch axis."""
-
         def take_first(value: Any) -> Any:
             return {key: take_first(part) for key, part in value.items()} if isinstance(value, dict) else value[0]
 
@@ -415,7 +393,8 @@ class SameStep:
         mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
         self.episodes[mask] += 1
         self.steps[mask] = 0
-        return self.observation(slice(None)), {}
+        info = {"elapsed_step": self.array(self.steps.copy()), "fresh": self.array(mask * 1)}
+        return self.observation(slice(None)), info
 
     def final_observations(self, rows: list[int]) -> Any:
         if self.form == "batch":
@@ -425,24 +404,35 @@ class SameStep:
             return {**batch, "inner": {**batch["inner"], "_place": mask}, "_inner": mask, "_kind": mask}
         if self.form in ("rows", "masks"):
             return self.observation(rows)
-        each = [self.single_observation(row) if row in rows else None for row in range(self.num_envs)]
+        return self._per_row([self.single_observation(row) if row in rows else None for row in range(self.num_envs)])
+
+    def final_infos(self, rows: list[int]) -> Any:
+        if self.form in ("batch", "masks", "rows"):
+            return {"elapsed_step": self.array(self.steps.copy())}
+        return self._per_row([{"elapsed_step": step} if row in rows else None for row, step in enumerate(self.steps)])
+
+    def _per_row(self, values: list[Any]) -> Any:
         if self.form == "list":
-            return each
+            return values
         objects = np.full(self.num_envs, None, object)
-        for row in rows:
-            objects[row] = each[row]
+        objects[:] = values
         return objects
 
     def step(self, action: Any) -> Any:
         self.steps += 1
         done = self.steps >= self.lengths
         rows = done.nonzero()[0].tolist()
-        info: Any = {}
-        if rows and self.form == "infos":
-            info = [{self.name: self.single_observation(row)} if row in rows else {} for row in range(self.num_envs)]
-        elif rows and self.form is not None:
-            info = {self.name: self.final_observations(rows)}
+        final: Any = {}
+        if rows and self.form is not None:
+            final = {self.name: self.final_observations(rows), "final_info": self.final_infos(rows)}
         self.episodes[rows] += 1
         self.steps[rows] = 0
+        info: Any = {"elapsed_step": self.array(self.steps.copy()), "fresh": self.array(done * 1), "_fresh": done}
+        if self.form == "infos":
+            info = [{"elapsed_step": step} for step in self.steps]
+            for row in rows:
+                info[row] |= {"fresh": 1, **{key: part[row] for key, part in final.items()}}
+        else:
+            info |= final
         reward, none = np.ones(self.num_envs), np.zeros(self.num_envs, bool)
         return self.observation(slice(None)), *(self.array(part) for part in (reward, done, none)), info

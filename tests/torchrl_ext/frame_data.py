@@ -6,13 +6,14 @@ import hashlib
 from collections import Counter
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.wrappers import FrameStackObservation
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from tests.torchrl_ext.environments import SamplingEnv
 from torchrl_ext import FrameStorage
 
 STACK, HEIGHT, WIDTH = 4, 28, 24
@@ -40,7 +41,6 @@ class Videos:
         self.trajectories = torch.arange(n_envs)
 
     def _draw_integers(self, high: int, *shape: int) -> torch.Tensor:
-        """Draw random integers from 0 to ``high - 1``."""
         return torch.randint(high, shape, generator=self.random)
 
     def _draw_frame(self, env: int) -> torch.Tensor:
@@ -51,15 +51,12 @@ class Videos:
         return frame
 
     def _first_stack(self, env: int) -> torch.Tensor:
-        """Return the first stack of an episode: black frames and one drawn frame."""
         return torch.cat([torch.zeros(STACK - 1, HEIGHT, WIDTH, dtype=torch.uint8), self._draw_frame(env)[None]])
 
     def collect(self, steps: int) -> TensorDict:
-        """Collect (n_envs, steps) transitions."""
         return torch.stack([self._step() for _ in range(steps)], 1)
 
     def _step(self) -> TensorDict:
-        """Step all environments with random actions, and return their transitions."""
         n = len(self.stacks)
         before = self.stacks.clone()
         after = torch.cat([before[:, 1:], torch.stack([self._draw_frame(env)[None] for env in range(n)])], 1)
@@ -133,13 +130,11 @@ class Twins:
         return results[0], results[1]
 
     def extend(self, data: TensorDict) -> None:
-        """Add data to both buffers, and assert that they return the same indices."""
         ours, theirs = self.call_both(lambda buffer: buffer.extend(data.clone()))
         if theirs is not None:
             assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
 
     def check(self, batch_size: int = 32) -> None:
-        """Assert that both buffers have equal contents and return equal samples."""
         assert len(self.ours) == len(self.theirs)
         assert_same(self.ours[:], self.theirs[:])
         for _ in range(3):
@@ -147,53 +142,26 @@ class Twins:
 
 
 def make_transitions(n: int, **options: Any) -> TensorDict:
-    """Collect (n,) transitions of one environment."""
     return Videos(1, **options).collect(n).reshape(-1)
 
 
 def make_buffer(size: int, **options: Any) -> TensorDictReplayBuffer:
-    """Make a buffer over a FrameStorage."""
     return TensorDictReplayBuffer(storage=FrameStorage(size, **options), batch_size=16)
 
 
 def collect_into(buffer: Any, seed: int, batches: list[int]) -> None:
-    """Collect batches of transitions, and add them to a buffer."""
     torch.set_num_threads(1)
     videos = Videos(2, seed=seed)
     for steps in batches:
         buffer.extend(videos.collect(steps).reshape(-1))
 
 
-class Film(gymnasium.Env[Any, Any]):
-    """Environment of stacked frames that depend only on the seed of the first reset."""
-
-    observation_space = spaces.Box(0, 255, (4, 28, 24), np.uint8)
-    action_space = spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        super().reset(seed=seed)
-        self.stack = np.zeros((4, 28, 24), np.uint8)
-        self.length = int(self.np_random.integers(3, 20))
-        return self._push_frame(), {}
-
-    def _push_frame(self) -> Any:
-        """Push a frame with a random block onto the stack, and return a copy of the stack."""
-        frame = np.full((28, 24), 50, np.uint8)
-        y, x = self.np_random.integers(0, 20, 2)
-        frame[y : y + 4, x : x + 4] = self.np_random.integers(0, 256, (4, 4))
-        self.stack = np.concatenate([self.stack[1:], frame[None]])
-        return self.stack.copy()
-
-    def step(self, action: Any) -> Any:
-        self.length -= 1
-        return self._push_frame(), 1.0, self.length == 0, False, {}
-
-
 def make_film() -> Any:
-    """Make a ``Film`` for TorchRL."""
+    """Make an environment of stacked frames that depend only on the seed of the first reset."""
     from torchrl_ext import GymWrapper
 
-    return GymWrapper(Film())
+    noise = SamplingEnv(spaces.Box(0, 255, (28, 24), np.uint8), spaces.Discrete(2), length=9)
+    return GymWrapper(FrameStackObservation(noise, 4))
 
 
 def count_elements(rows: Any, keys: list[Any]) -> Counter[str]:

@@ -22,24 +22,20 @@ _FILES = ("torchrl_ext/", "rl_ext_core/frames", "torchrl/data/replay_buffers", "
 
 @functools.cache
 def all_transitions() -> Any:
-    """Collect all transitions that may be added."""
     return Videos(2, seed=3).collect(300).reshape(-1)
 
 
 @functools.cache
 def all_hashes() -> list[str]:
-    """Hash each of all transitions."""
     return [next(iter(count_elements(all_transitions()[i : i + 1], KEYS))) for i in range(len(all_transitions()))]
 
 
 def batch_slice(number: int, size: int) -> slice:
-    """Return the slice of all transitions that contains a batch, by its number."""
     start = number * size % (len(all_transitions()) - size)
     return slice(start, start + size)
 
 
 def make_batch(number: int, size: int) -> Any:
-    """Return a copy of a batch of the transitions, by its number."""
     return all_transitions()[batch_slice(number, size)].clone()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from typing import Any
 
 import torch
@@ -19,13 +18,10 @@ DEVICE_VARIABLES = ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID", "PYOPENGL_PLATFORM")
 
 
 def variables() -> list[str | None]:
-    """Return the current values of the variables that select a renderer's device."""
     return [os.environ.get(name) for name in DEVICE_VARIABLES]
 
 
 class DeviceReporting(Counting):
-    """Environment that reports the variables that select its devices."""
-
     def __init__(self, device: str = "none") -> None:
         super().__init__()
         self.device_given = device
@@ -40,28 +36,25 @@ class DeviceReporting(Counting):
 class NativeEnv(EnvBase):
     """TorchRL environment that draws from torch's global generator, and observes its seed."""
 
-    def __init__(self, size: int = 2, note: Any = None, pause: float = 0.0, **kwargs: Any) -> None:
+    def __init__(self, size: int = 2, note: Any = None, high: float = 1.0, **kwargs: Any) -> None:
         log_event("built")
         super().__init__(**kwargs)
-        self.pause = pause
         self.size, self.note, self.extra = size, note, torch.zeros(())
         self.observation_spec = Composite(observation=Unbounded((size,)), seed=Unbounded((1,), dtype=torch.int64))
         if note is not None:
             self.observation_spec["note"] = NonTensor(())
-        self.action_spec = Bounded(-1, 1, (1,))
+        self.action_spec = Bounded(-1, high, (1,))
         self.reward_spec = Unbounded((1,))
         self.register_buffer("total", torch.zeros(()))
         self.seed = -1
 
     def _make_entries(self) -> dict[str, Any]:
-        """Return a random observation, the seed, and the note if there is one."""
         out: dict[str, Any] = {"observation": torch.rand(self.size), "seed": torch.tensor([self.seed])}
         if self.note is not None:
             out["note"] = NonTensorData(threading.Lock() if self.note == "lock" else self.note)
         return out
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
-        time.sleep(self.pause)
         return TensorDict(self._make_entries())
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -72,7 +65,6 @@ class NativeEnv(EnvBase):
         )
 
     def add(self, a: int, *, b: int) -> int:
-        """Return a sum: a method to call in workers."""
         return a + b
 
     def _set_seed(self, seed: int | None) -> None:

@@ -28,26 +28,18 @@ from torchrl_ext import EnvironmentState, GymWrapper, ParallelEnv
 N_BATCHES, SAVE_EVERY, FRAMES = 24, 5, 16
 
 
-def make_env() -> EnvBase:
+def make_env(*, recorded: bool = False) -> EnvBase:
     """Build an environment in which episodes last for about 20 steps, with transforms that have a state."""
-    env = GymWrapper(EpisodeRecorder(gymnasium.make("CartPole-v1")), categorical_action_encoding=True)
-    return TransformedEnv(env, Compose(StepCounter(), RewardSum()))
+    env = gymnasium.make("CartPole-v1")
+    wrapped = GymWrapper(EpisodeRecorder(env) if recorded else env, categorical_action_encoding=True)
+    return TransformedEnv(wrapped, Compose(StepCounter(), RewardSum()))
 
 
-def make_unrecorded() -> EnvBase:
-    """Build an environment for a worker, which records it."""
-    env = GymWrapper(gymnasium.make("CartPole-v1"), categorical_action_encoding=True)
-    return TransformedEnv(env, Compose(StepCounter(), RewardSum()))
-
-
-ENVIRONMENTS: dict[str, Any] = {
-    "single": make_env,
-    "parallel": lambda: ParallelEnv(2, make_unrecorded),
-}
+# Workers record their environments themselves.
+ENVIRONMENTS: dict[str, Any] = {"single": lambda: make_env(recorded=True), "parallel": lambda: ParallelEnv(2, make_env)}
 
 
 def train(folder: Path, kind: str, kill_at: int) -> None:
-    """Train, and write the weights to a file at the end."""
     torch.manual_seed(0)
     stack = CatFrames(N=2, dim=-1, in_keys=["observation"])
     env = TransformedEnv(ENVIRONMENTS[kind](), stack, auto_unwrap=False)

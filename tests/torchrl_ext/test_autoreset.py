@@ -85,8 +85,6 @@ def test_reset_options_reach_environments_that_have_autoreset(mode: str) -> None
     seen: list[Any] = []
 
     class RecordsOptions(Walk):
-        """``Walk`` that records the options of its resets."""
-
         def reset(self, **kwargs: Any) -> Any:
             seen.append(kwargs.get("options"))
             return super().reset(**kwargs)
@@ -102,7 +100,6 @@ def test_reset_options_reach_environments_that_have_autoreset(mode: str) -> None
 
 
 def is_consecutive(rollout: Any, key: str) -> bool:
-    """Return whether each next observation has the next step number."""
     return torch.equal(rollout["next"][key][..., 2], rollout[key][..., 2] + 1)
 
 
@@ -143,13 +140,16 @@ def test_environments_without_partial_resets_are_detected() -> None:
 
 
 class DisabledWithLists(SameStep):
-    """Batch without autoreset that returns an observation as a list of rows."""
+    """Batch without autoreset that returns an observation as a list of arrays, or of lists of numbers."""
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": "Disabled"}
-    convert: Any = list
+
+    def __init__(self, lengths: list[int], to_list: Any) -> None:
+        super().__init__(lengths, None)
+        self.to_list = to_list
 
     def observation(self, rows: Any) -> Any:
-        return type(self).convert(super().observation(rows))
+        return self.to_list(super().observation(rows))
 
     def step(self, action: Any) -> Any:
         self.steps += 1
@@ -157,15 +157,9 @@ class DisabledWithLists(SameStep):
         return self.observation(slice(None)), np.ones(self.num_envs), self.steps >= self.lengths, none, {}
 
 
-class DisabledWithNestedLists(DisabledWithLists):
-    """``DisabledWithLists`` with numbers instead of arrays."""
-
-    convert = np.ndarray.tolist
-
-
-@pytest.mark.parametrize("kind", [DisabledWithLists, DisabledWithNestedLists])
-def test_partial_resets_of_batches_that_return_lists(kind: type[SameStep]) -> None:
-    rollout = GymWrapper(kind([2, 3], None)).rollout(9, break_when_any_done=False)
+@pytest.mark.parametrize("to_list", [list, np.ndarray.tolist])
+def test_partial_resets_of_batches_that_return_lists(to_list: Any) -> None:
+    rollout = GymWrapper(DisabledWithLists([2, 3], to_list)).rollout(9, break_when_any_done=False)
     assert is_consecutive(rollout, "observation")
     assert rollout["observation"][:, -1, 1].tolist() == [4, 2]
 
@@ -194,8 +188,6 @@ class TenfoldObservations(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class ForeignTenfold:
-    """``TenfoldObservations`` without a base class."""
-
     def __init__(self, env: Any) -> None:
         self.env = env
 

@@ -1,26 +1,23 @@
-"""Tests of TorchRL's collectors with factories, in this process and in other processes."""
-
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torchrl.collectors import Collector, MultiSyncCollector
+from torchrl.collectors import MultiSyncCollector
 
 from tests.environments import Counting, count_events
 from tests.ray_scripts import run_ray_script
 from tests.torchrl_ext import collector_script as script
-from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
 from torchrl_ext import ParallelEnv, as_factory
 
-__all__ = ["event_log", "no_workers_left"]
+pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 
 LIMIT_S = 800  # Only a hang takes so long.
@@ -65,46 +62,19 @@ def test_copies_in_other_processes_collect_the_same_data(kind: str) -> None:
     assert np.unique(drawn).size == drawn.size
 
 
-class MakeParallel:
-    """Picklable callable that builds a ParallelEnv."""
-
-    def __init__(self, factory: Any) -> None:
-        self.factory = factory
-
-    def __call__(self) -> ParallelEnv:
-        return ParallelEnv(2, self.factory)
-
-
-def collect_all(collector: Any) -> Any:
-    """Return copies of all batches, and shut the collector down."""
-    try:
-        return [batch.clone() for batch in collector]
-    finally:
-        collector.shutdown()
-
-
-def test_collector_runs_a_parallel_env_and_closes_its_workers(event_log: Any) -> None:
-    first, second = collect_all(Collector(ParallelEnv(2, Counting(4.0), seed=0), frames_per_batch=24, total_frames=48))
-    assert first.shape == second.shape == (2, 12)
-    observations = first["observation"]
-    assert observations[..., 2].unique().tolist() == [4.0]
-    assert observations[0, :, 0].tolist() == [*range(10), 0, 1]
-    assert (observations[0, :, 1] != observations[1, :, 1]).all()
-    assert count_events("reset", in_this_process=True) == 0
-    assert not workers_left()
-
-
 @pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("make", [MakeParallel, lambda factory: MakeParallel(factory)()], ids=["made there", "pickled"])
-def test_collector_processes_start_and_close_their_own_parallel_envs(
-    make: Callable[[Any], Any], event_log: Any
-) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda factory: partial(ParallelEnv, 2, factory), partial(ParallelEnv, 2)], ids=["made there", "pickled"]
+)
+def test_collector_processes_start_and_close_their_own_parallel_envs(make: Any, event_log: Any) -> None:
     source = make(as_factory(Counting(4.0)))
     before = count_events("built", in_this_process=True)
     collector = MultiSyncCollector([source] * 2, frames_per_batch=40, total_frames=80, cat_results="stack")
-    first, _ = collect_all(collector)
+    try:
+        first, _ = [batch.clone() for batch in collector]
+    finally:
+        collector.shutdown()
     assert first["observation"][..., 2].unique().tolist() == [4.0]
     drawn = first["observation"][..., 0, 1].flatten().tolist()
     assert len(set(drawn)) == 4
     assert count_events("built", in_this_process=True) == before
-    assert not workers_left()

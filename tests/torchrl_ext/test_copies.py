@@ -1,9 +1,6 @@
-"""Tests of pickled, copied and moved wrappers, of NumpyToTorch, and of shared memory."""
-
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -19,8 +16,8 @@ from torchrl import envs as upstream
 from torchrl.data import Unbounded
 from torchrl.envs import StepCounter, check_env_specs
 
-from tests.torchrl_ext.comparison import assert_same, make_vector_env, seeded_rollout, storage_pointers, tensors
-from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, SamplingEnv, Walk, box
+from tests.torchrl_ext.comparison import assert_same, make_vector_env, seeded_rollout, storage_pointers
+from tests.torchrl_ext.environments import DictWalk, IsaacByIds, SamplingEnv, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
 AGE = [Unbounded((), dtype=torch.int64)]
@@ -80,8 +77,6 @@ def test_numpy_to_torch_wrapper_matches_numpy(make: Any) -> None:
 
 
 class ReusesBuffer(Walk):
-    """``Walk`` that writes observations into one buffer."""
-
     def __init__(self, buffer: Any) -> None:
         super().__init__()
         self.buffer = buffer
@@ -107,7 +102,6 @@ def test_copy_false_shares_memory(make: Any) -> None:
 
 
 def play(env: Any, steps: int) -> list[Any]:
-    """Roll out random steps, and return all their TensorDicts."""
     seen, data = [], env.reset()
     seen.append(data.copy())
     for _ in range(steps):
@@ -116,54 +110,7 @@ def play(env: Any, steps: int) -> list[Any]:
     return seen
 
 
-INNER: dict[str, Any] = {
-    "NumPy": lambda: ReusesBuffer(BUFFERS[0]()),
-    "torch": lambda: ReusesBuffer(BUFFERS[1]()),
-    "Isaac": lambda: Isaac(4, final_obs=True),
-    "Isaac by ids": lambda: IsaacByIds(4, final_obs=True, overwrites_actions=True),
-    "Sync": lambda: make_vector_env(Walk, 3, "SameStep", copy=False),
-    "Sync of Dicts": lambda: make_vector_env(DictWalk, 3, "NextStep", copy=False),
-}
-
-
-@pytest.mark.parametrize("missing", ["nan", "previous"])
-@pytest.mark.parametrize("name", INNER)
-def test_data_and_environment_share_no_memory(name: str, missing: Any) -> None:
-    inner = INNER[name]()
-    written: list[tuple[Any, Any]] = []
-    step, reset = inner.step, inner.reset
-
-    def step_and_check(action: Any) -> Any:
-        """Step, and check that earlier results have not been written into."""
-        for leaf, kept in written:
-            assert torch.equal(torch.as_tensor(leaf), kept)  # the wrapper has not written into it
-        result = step(action)
-        written[:] = [(leaf, torch.as_tensor(leaf).clone()) for leaf in leaves(result)]
-        return result
-
-    def reset_and_snapshot(*args: Any, **kwargs: Any) -> Any:
-        """Reset, and save copies of all results whose memory is written to on purpose."""
-        result = reset(*args, **kwargs)
-        written[:] = [(leaf, torch.as_tensor(leaf).clone()) for leaf, _ in written]
-        return result
-
-    inner.step = step_and_check
-    inner.reset = functools.wraps(reset)(reset_and_snapshot)
-    env = GymWrapper(inner, missing_final_obs=missing)
-    seen = play(env, 15)
-    kept = [data.clone() for data in seen]
-    handed = storage_pointers([torch.as_tensor(leaf) for leaf, _ in written])
-    for data in seen:
-        assert not storage_pointers(data.to_dict()) & handed
-        assert not any(tensor.requires_grad for tensor in tensors(data.to_dict()))
-    play(env, 5)
-    for one, other in zip(seen, kept, strict=True):
-        assert_same(one, other)
-    env.close()
-
-
 def leaves(value: Any) -> list[Any]:
-    """Return all arrays and tensors in nested dicts, tuples and lists."""
     if isinstance(value, dict):
         return [leaf for part in value.values() for leaf in leaves(part)]
     if isinstance(value, (tuple, list)):

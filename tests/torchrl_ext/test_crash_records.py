@@ -12,32 +12,23 @@ from rl_ext_core.cli import main
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.recording.capsule import read_capsule
 from tests.environments import Counting, Failing
-from tests.torchrl_ext.parallel_checks import no_workers_left
 from torchrl_ext import GymWrapper, ParallelEnv
 
-__all__ = ["no_workers_left"]
+pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 
 def make_failing(when: str = "", how: str = "raise") -> Any:
-    """Build an environment with a transform, which fails in its third step."""
     return TransformedEnv(GymWrapper(Failing(when, how), categorical_action_encoding=True), RewardSum())
 
 
 class FailingTransform(Transform):
-    """Transform that fails in its third step."""
-
     def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
         if next_tensordict["observation"][0] == 3:
             raise ValueError("the transform fails")
         return next_tensordict
 
 
-def make_with_failing_transform() -> Any:
-    return TransformedEnv(GymWrapper(Counting()), Compose(FailingTransform()))
-
-
 def crash(env: ParallelEnv) -> WorkerError:
-    """Roll out an environment until it fails, and return the failure."""
     with pytest.raises(WorkerError) as caught:
         env.rollout(400, break_when_any_done=False)
     env.close()
@@ -67,7 +58,8 @@ def test_arguments_for_the_environment_are_part_of_the_record(tmp_path: Path) ->
 
 
 def test_failures_of_transforms_are_recorded_and_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    error = crash(ParallelEnv(1, make_with_failing_transform, recorder=tmp_path))
+    env = ParallelEnv(1, lambda: TransformedEnv(GymWrapper(Counting()), Compose(FailingTransform())), recorder=tmp_path)
+    error = crash(env)
     assert "the transform fails" in str(error)
     (path,) = tmp_path.iterdir()
     assert main(["replay", str(path), "--yes"]) == 0

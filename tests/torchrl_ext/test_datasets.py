@@ -1,5 +1,3 @@
-"""Storages become datasets."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -38,7 +36,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(observations: Any = PIXELS, actions: Any = SWITCH, lengths: tuple[int, ...] = (4, 1, 7)) -> list[Episode]:
-    """Write the dataset ``mine-v0``, and return its episodes."""
     episodes = random_episodes(observations, actions, lengths)
     write_dataset("mine-v0", episodes, observations, actions)
     return episodes

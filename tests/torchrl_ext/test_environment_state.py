@@ -18,11 +18,10 @@ from rl_ext_core.recording import EpisodeRecorder
 from tests import programs
 from tests.environments import Counting
 from tests.torchrl_ext import resume_script
-from tests.torchrl_ext.parallel_checks import ROOT, no_workers_left
 from tests.torchrl_ext.parallel_environments import NativeEnv
 from torchrl_ext import EnvironmentState, GymEnv, GymWrapper, ParallelEnv
 
-__all__ = ["no_workers_left"]
+pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 
 @pytest.mark.sample(quick=1, ci=2)
@@ -32,7 +31,7 @@ def test_killed_runs_continue_with_the_same_weights(kind: str, tmp_path: Path) -
     for folder in (killed, other):
         folder.mkdir()
     file = Path(resume_script.__file__)
-    done = programs.run(file.read_text(), "torchrl", str(killed), kind, "9", file=file, cwd=ROOT)
+    done = programs.run(file.read_text(), "torchrl", str(killed), kind, "9", file=file, cwd=programs.ROOT)
     assert done.returncode == -signal.SIGKILL, done.stderr
     weights = []
     for folder in (killed, other):  # this process continues the first one, and does all of the other
@@ -44,7 +43,6 @@ def test_killed_runs_continue_with_the_same_weights(kind: str, tmp_path: Path) -
 
 
 def make_recorded(env: Any = None) -> GymWrapper:
-    """Build a recorded environment."""
     return GymWrapper(EpisodeRecorder(Counting() if env is None else env))
 
 
@@ -110,38 +108,31 @@ def test_other_states_are_refused() -> None:
 
 
 def make_transformed(*transforms: Any) -> TransformedEnv:
-    """Build a recorded environment with transforms."""
     return TransformedEnv(make_recorded(), Compose(*transforms))
 
 
+BUILDS: dict[str, Any] = {
+    "single": make_recorded,
+    "one worker": lambda: ParallelEnv(1, make_counting),
+    "two workers": lambda: ParallelEnv(2, make_counting),
+    "steps": lambda: make_transformed(StepCounter()),
+    "steps and sums": lambda: make_transformed(StepCounter(), RewardSum()),
+    "noise": lambda: make_recorded(Noise(Counting())),
+}
+
+
 @pytest.mark.parametrize(
-    ("make", "make_other", "match"),
+    ("name", "other_name", "match"),
     [
-        (make_recorded, lambda: ParallelEnv(2, make_counting), r"is ParallelEnv\(2, .*: expected a single environment"),
-        (
-            lambda: ParallelEnv(1, make_counting),
-            lambda: ParallelEnv(2, make_counting),
-            r"Env\(2, .*: expected ParallelEnv\(1, ",
-        ),
-        (
-            make_recorded,
-            lambda: make_transformed(StepCounter()),
-            r"transforms is Compose\(StepCounter\): expected empty",
-        ),
-        (
-            lambda: make_transformed(StepCounter(), RewardSum()),
-            lambda: make_transformed(StepCounter()),
-            r"is Compose\(StepCounter\): expected Compose\(StepCounter, RewardSum\)",
-        ),
-        (
-            lambda: make_recorded(Noise(Counting())),
-            make_recorded,
-            "is GymWrapper of Counting: expected GymWrapper of Noise of ",
-        ),
+        ("single", "two workers", r"is ParallelEnv\(2, .*: expected a single environment"),
+        ("one worker", "two workers", r"Env\(2, .*: expected ParallelEnv\(1, "),
+        ("single", "steps", r"transforms is Compose\(StepCounter\): expected empty"),
+        ("steps and sums", "steps", r"is Compose\(StepCounter\): expected Compose\(StepCounter, RewardSum\)"),
+        ("noise", "single", "is GymWrapper of Counting: expected GymWrapper of Noise of "),
     ],
 )
-def test_states_of_environments_that_were_built_otherwise_are_refused(make: Any, make_other: Any, match: str) -> None:
-    env, other = make(), make_other()
+def test_states_of_environments_that_were_built_otherwise_are_refused(name: str, other_name: str, match: str) -> None:
+    env, other = BUILDS[name](), BUILDS[other_name]()
     env.rollout(3, break_when_any_done=False)
     before = other.rollout(3, break_when_any_done=False)[..., -1]
     with pytest.raises(InvalidArgumentError, match=match):
@@ -161,10 +152,7 @@ def test_buffers_of_transforms_that_the_first_reset_creates() -> None:
     EnvironmentState(other).load_state_dict(state)
     found, expected = (each.step(last.clone())["next"] for each in (other, env))
     assert (found == expected).all()
-    with pytest.raises(
-        InvalidArgumentError,
-        match=r"cannot be loaded .*size mismatch for .*_cat_buffers_observation",
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"cannot be loaded .*size mismatch for .*_cat_buffers_observation"):
         EnvironmentState(make(2)).load_state_dict(state)
 
 

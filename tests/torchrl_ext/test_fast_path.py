@@ -1,5 +1,3 @@
-"""Tests of the fast path of a step, of its fallback, and of replaced methods."""
-
 from __future__ import annotations
 
 import sys
@@ -9,9 +7,9 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import gymnasium
 import pytest
 import torch
+from gymnasium.wrappers import TransformReward
 from tensordict import LazyStackedTensorDict
 from torch import nn
 from torchrl import envs as upstream
@@ -35,7 +33,6 @@ def record_upstream_calls() -> Iterator[list[str]]:
     calls: list[str] = []
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
-        """Record a call if it is of upstream's method on a GymWrapper."""
         if event == "call" and frame.f_code in codes and isinstance(frame.f_locals.get("self"), GymWrapper):
             calls.append(codes[frame.f_code])
 
@@ -59,11 +56,6 @@ def test_rollouts_transforms_and_collectors_use_the_fast_path(make: Any) -> None
     assert calls == []
 
 
-def set_names(env: Any, data: Any) -> Any:
-    data.names = ["env"]
-    return data
-
-
 UNUSUAL_DATA: dict[str, Callable[[Any, Any], Any]] = {
     "locked": lambda env, data: data.lock_(),
     "some steps": lambda env, data: data.set("_step", torch.zeros(*env.batch_size, 1, dtype=torch.bool)),
@@ -71,7 +63,7 @@ UNUSUAL_DATA: dict[str, Callable[[Any, Any], Any]] = {
     "parameter": lambda env, data: data.set("weight", nn.Parameter(torch.ones(*env.batch_size, 2))),
     "on a device": lambda env, data: data.to("cpu"),
     "lazy": lambda env, data: LazyStackedTensorDict(*data.unbind(0), stack_dim=0),
-    "named": set_names,
+    "named": lambda env, data: setattr(data, "names", ["env"]) or data,
 }
 
 
@@ -149,8 +141,6 @@ def test_subclass_without_step_overrides_uses_the_fast_path() -> None:
 
 
 def count_calls(calls: list[str], method: Any) -> Any:
-    """Return the method, wrapped so that each call is appended to ``calls``."""
-
     def count_call(*args: Any, **kwargs: Any) -> Any:
         calls.append("called")
         return method(*args, **kwargs)
@@ -186,9 +176,7 @@ READERS = ["read_action", "read_obs", "read_reward", "read_done"]
 
 
 @pytest.mark.parametrize("name", [*READERS, "_output_transform", "_reset_output_transform"])
-def test_overrides_of_upstream_methods_that_are_never_called_are_rejected(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overrides_of_methods_that_are_never_called_are_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mixin = type("Reads", (), {name: lambda self, value: value})
     with pytest.raises(InvalidTypeError, match=f"Mixed overrides {name}, which .* does not call. Override _step"):
         type("Mixed", (mixin, GymEnv), {})
@@ -212,21 +200,12 @@ def test_overrides_of_upstream_methods_that_are_never_called_are_rejected(
 # -- environments, options and specs that are set
 
 
-class HalvedReward(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Wrapper that halves the rewards."""
-
-    def step(self, action: Any) -> Any:
-        observation, reward, *rest = self.env.step(action)
-        return observation, float(reward) / 2, *rest
-
-
 def set_observation_spec(**entries: Any) -> Callable[[Any], None]:
-    """Return a function that replaces an environment's observation spec by these entries."""
     return lambda env: setattr(env, "observation_spec", Composite(**entries))
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {
-    "environment": lambda env: setattr(env, "_env", HalvedReward(env._env)),
+    "environment": lambda env: setattr(env, "_env", TransformReward(env._env, lambda reward: float(reward) / 2)),
     "frame skip": lambda env: setattr(env, "wrapper_frame_skip", 3),
     "observation": set_observation_spec(observation=Unbounded((4,), dtype=torch.float64)),
     "another key": set_observation_spec(state=Unbounded((4,), dtype=torch.float32)),

@@ -1,5 +1,3 @@
-"""Tests of final observations in batches: read in every form, or reported as missing."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -31,7 +29,6 @@ def wrap(env: Any, *, finds_done_rows: bool = True, **kwargs: Any) -> Any:
 
 
 def place_key(nested: bool) -> Any:
-    """Return the key of the entry with row, episode and step."""
     return ("inner", "place") if nested else "observation"
 
 
@@ -55,9 +52,8 @@ def test_missing_final_observations_are_nan_or_previous(info: Any, torch_tensors
         inner = SameStep([1, 2, 5], None, nested=nested, torch_tensors=torch_tensors)
         step = inner.step
         inner.step = lambda action, step=step: (*step(action)[:-1], info)  # type: ignore[method-assign]
-        rollout = wrap(inner, missing_final_obs=missing, finds_done_rows=finds_done_rows).rollout(
-            9, break_when_any_done=False
-        )
+        env = wrap(inner, missing_final_obs=missing, finds_done_rows=finds_done_rows)
+        rollout = env.rollout(9, break_when_any_done=False)
         place, done = place_key(nested), rollout["next", "done"].squeeze(-1)
         assert rollout[place].isfinite().all()
         assert torch.equal(rollout["next"][place][~done], rollout[place][~done] + torch.tensor([0.0, 0.0, 1.0]))
@@ -71,7 +67,6 @@ def test_missing_final_observations_are_nan_or_previous(info: Any, torch_tensors
 
 def test_previous_observation_survives_edits_of_the_data() -> None:
     def play(edits: bool) -> Any:
-        """Roll out, optionally overwriting the returned data; return next observations."""
         env = wrap(SameStep([2, 3, 5], None, nested=True), missing_final_obs="previous")
         data, found = env.reset(), []
         for _ in range(9):
@@ -85,16 +80,11 @@ def test_previous_observation_survives_edits_of_the_data() -> None:
     assert torch.equal(play(True), play(False))
 
 
-def always_rows(*rows: Any) -> Any:
-    """Return a function that returns these rows as final observations."""
-    return lambda final: list(rows)
-
-
 FAULTS: dict[str, tuple[str, Any, str]] = {
     "none for one that is done": ("objects", lambda final: np.full(2, None, object), "has no entry for .*0"),
-    "of another shape": ("list", always_rows(np.zeros(4), np.zeros(4)), r"shape \(1, 4\).*\(1, 3\)"),
-    "of one number, which would be spread": ("list", always_rows(*[np.zeros(1)] * 2), r"shape \(1, 1\).*\(1, 3\)"),
-    "too few": ("list", always_rows(*[np.zeros(3)] * 3), "3 rows; expected 2"),
+    "of another shape": ("list", lambda final: [np.zeros(4)] * 2, r"shape \(1, 4\).*\(1, 3\)"),
+    "of one number, which would be spread": ("list", lambda final: [np.zeros(1)] * 2, r"shape \(1, 1\).*\(1, 3\)"),
+    "too few": ("list", lambda final: [np.zeros(3)] * 3, "3 rows; expected 2"),
     "no nested dict": ("nested", lambda final: {"kind": final["kind"]}, "no 'inner'.*holds.*kind"),
     "no nested entry": (
         "nested",
@@ -151,7 +141,6 @@ LONG = {"age": Unbounded((), dtype=torch.int64), "length": Unbounded((), dtype=t
 
 
 def make_reader() -> Any:
-    """Make TorchRL's info reader for a single environment."""
     return default_info_dict_reader(list(LONG), spec=LONG)
 
 
@@ -206,51 +195,9 @@ def report_info(inner: Any, name: str, value: Any) -> Any:
 def test_info_arrays_are_copied() -> None:
     count = np.zeros(2)
     inner = report_info(Walk(9, 9), "count", lambda: np.add(count, 1, out=count))
-    env = GymWrapper(inner).set_info_dict_reader(
-        default_info_dict_reader(["count"], spec=[Unbounded((2,), dtype=torch.float64)])
-    )
+    spec = [Unbounded((2,), dtype=torch.float64)]
+    env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(["count"], spec=spec))
     assert env.rollout(6)["next", "count"].tolist() == [[step, step] for step in range(1, 7)]
-
-
-def as_object_array(parts: list[Any]) -> Any:
-    """Return infos as an object array, as gymnasium did before 1.0."""
-    objects = np.full(len(parts), None, object)
-    for row, part in enumerate(parts):
-        objects[row] = part
-    return objects
-
-
-FINAL_INFOS: dict[str, Any] = {
-    "tensors": lambda steps, done: {"age": torch.as_tensor(steps), "late": torch.as_tensor(steps > 2)},
-    "arrays": lambda steps, done: {"age": steps, "late": steps > 2},
-    "objects": lambda steps, done: as_object_array(
-        [{"age": step} if end else None for step, end in zip(steps, done, strict=True)]
-    ),
-    "list": lambda steps, done: [{"age": step} if end else None for step, end in zip(steps, done, strict=True)],
-}
-
-
-@pytest.mark.parametrize("form", FINAL_INFOS)
-def test_final_infos_replace_those_of_the_reset(form: str) -> None:
-    inner = SameStep([3, 4, 5], "batch", torch_tensors=form == "tensors")
-    step = inner.step
-
-    def step_and_report(action: Any) -> Any:
-        """Step, and report infos of new episodes with the final infos of ended ones."""
-        steps = inner.steps + 1
-        done = steps >= inner.lengths
-        observation, *rest, info = step(action)
-        info["age"], info["fresh"] = (inner.array(inner.steps.copy()), inner.array(done * 1))  # of the new episodes
-        if done.any():
-            info["final_info"] = FINAL_INFOS[form](steps, done)
-        return (observation, *rest, info)
-
-    inner.step = step_and_report  # type: ignore[method-assign]
-    spec = {name: Unbounded((), dtype=torch.int64) for name in ("age", "fresh")}
-    env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(list(spec), spec=spec))
-    after = env.rollout(9, break_when_any_done=False)["next"]
-    assert torch.equal(after["age"], after["observation"][..., 2].long())
-    assert not after["fresh"].any()  # steps that end episodes do not have it
 
 
 # -- values that are not arrays

@@ -4,8 +4,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 from torchrl.collectors import Collector
 from torchrl.data import (
@@ -25,12 +27,7 @@ from torchrl.data.replay_buffers.offline_to_online import prefill_replay_buffer
 from torchrl.data.replay_buffers.samplers import PromptGroupSampler, StalenessAwareSampler
 from torchrl.envs import CatFrames, Compose, SerialEnv, ToTensorImage, TransformedEnv
 
-from rl_ext_core.errors import (
-    DeviceUnavailableError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    OutOfMemoryError,
-)
+from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.frames.log import FrameLog
 from tests.forks import result_in_fork
 from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Twins, Videos, assert_same, make_transitions
@@ -78,7 +75,6 @@ def test_update_if_present_writes_images() -> None:
     twins.extend(data)
 
     def update(buffer: Any) -> Any:
-        """Update three elements, of which one has another generation."""
         index = torch.tensor([1, 12, 3])
         patch = {"pixels": data["pixels"][40:43], ("next", "reward"): torch.zeros(3, 1)}
         generation = torch.tensor([0, 0, 1])
@@ -250,7 +246,6 @@ def test_missing_gpu_is_refused_before_data_is_collected(device: Any) -> None:
 
 def test_exhausted_memory_refuses_elements_and_keeps_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_out_of_memory(*_: Any) -> Any:
-        """Raise as if there were no memory for another segment."""
         raise OutOfMemoryError("no memory")
 
     storage = FrameStorage(50)
@@ -277,8 +272,6 @@ def test_forked_child_cannot_use_the_storage() -> None:
 
 @tensorclass
 class _Captioned:
-    """Tensorclass with an image and a text."""
-
     pixels: torch.Tensor
     text: str
 
@@ -337,7 +330,6 @@ def test_prefill_replay_buffer_fills_a_storage() -> None:
 
 
 def _images(*shape: int) -> torch.Tensor:
-    """Return random images."""
     return torch.randint(256, (*shape, 3, 40, 40), dtype=torch.uint8)
 
 
@@ -384,22 +376,17 @@ def test_rows_that_are_shuffled_within_a_batch_take_as_much_as_rows_in_order() -
 pytest.importorskip("ale_py")
 
 
-def _make_stacked_atari() -> Any:
-    """Make an Atari game with DQN's observations: four grey frames of 84×84."""
-    import gymnasium
-    from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+def _make_breakout(**options: Any) -> Any:
+    return AtariPreprocessing(gymnasium.make("ALE/Breakout-v5", frameskip=1), **options)
 
-    game = gymnasium.make("ALE/Breakout-v5", frameskip=1)
-    return GymWrapper(FrameStackObservation(AtariPreprocessing(game), 4))
+
+def _make_stacked_atari() -> Any:
+    return GymWrapper(FrameStackObservation(_make_breakout(), 4))
 
 
 def _make_float_atari() -> Any:
     """Make an Atari game whose frames TorchRL scales and stacks: floats between 0 and 1."""
-    import gymnasium
-    from gymnasium.wrappers import AtariPreprocessing
-
-    game = gymnasium.make("ALE/Breakout-v5", frameskip=1)
-    env = GymWrapper(AtariPreprocessing(game, grayscale_newaxis=True))
+    env = GymWrapper(_make_breakout(grayscale_newaxis=True))
     scaled = ToTensorImage(in_keys=["observation"], out_keys=["pixels"])
     return TransformedEnv(env, Compose(scaled, CatFrames(N=4, dim=-3, in_keys=["pixels"])))
 
@@ -427,7 +414,6 @@ def test_frames_of_collectors_are_exact_and_stored_once(make: Any, pixels: Any, 
     ]
     collector = Collector(SerialEnv(2, make), None, frames_per_batch=100, total_frames=800)
     collector.set_seed(0)
-    raw = 0
     for batch in collector:
         for buffer in buffers:
             buffer.extend((batch if ndim == 2 else batch.reshape(-1)).clone())

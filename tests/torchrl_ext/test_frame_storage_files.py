@@ -1,5 +1,3 @@
-"""Files of frame storages: checkpoints, states and folders, complete, damaged and untrusted."""
-
 from __future__ import annotations
 
 import contextlib
@@ -18,12 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorData
-from torchrl.data import (
-    LazyTensorStorage,
-    TensorDictMaxValueWriter,
-    TensorDictReplayBuffer,
-    TensorStorageCheckpointer,
-)
+from torchrl.data import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer, TensorStorageCheckpointer
 
 from rl_ext_core.errors import (
     CorruptFileError,
@@ -41,7 +34,6 @@ from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer
 
 
 def _through_state_dict(buffer: Any, size: int, tmp_path: Path) -> Any:
-    """Save a buffer's state with ``torch.save``, and load it into a new buffer."""
     torch.save(buffer.storage.state_dict(), tmp_path / "state.pt")
     loaded = make_buffer(size, ndim=buffer.storage.ndim)
     state = {**buffer.state_dict(), "_storage": torch.load(tmp_path / "state.pt", weights_only=True)}
@@ -50,7 +42,6 @@ def _through_state_dict(buffer: Any, size: int, tmp_path: Path) -> Any:
 
 
 def _through_dumps(buffer: Any, size: int, tmp_path: Path) -> Any:
-    """Save a buffer with ``dumps``, and load it into a new buffer."""
     buffer.dumps(tmp_path / "checkpoint")
     loaded = make_buffer(size, ndim=buffer.storage.ndim)
     loaded.loads(tmp_path / "checkpoint")
@@ -219,7 +210,6 @@ def _make_folder(folder: Path) -> Path:
 
 
 def _make_checkpoint(folder: Path) -> Path:
-    """Write a checkpoint of 20 transitions, and return its folder."""
     storage = FrameStorage(50)
     storage.set(range(20), make_transitions(20))
     storage.dumps(folder)
@@ -227,7 +217,6 @@ def _make_checkpoint(folder: Path) -> Path:
 
 
 def _open_folder(folder: Path, **options: Any) -> Any:
-    """Open a folder that :func:`_make_folder` has made."""
     return make_buffer(**{"size": 50, "storage_dir": folder, "resume": True, **options})
 
 
@@ -360,7 +349,6 @@ def test_dumps_writes_texts_and_numbers_and_refuses_other_values(tmp_path: Path)
     storage, loaded = FrameStorage(50), FrameStorage(50)
 
     def store(place: int, task: Any, more: Any) -> None:
-        """Store an element with two values that are not tensors."""
         element = make_transitions(1)[0]
         storage.set(place, element.set("task", NonTensorData(task)).set("more", NonTensorData(more)))
 

@@ -1,5 +1,3 @@
-"""Floating-point and JPEG images, recycled batches and the byte limit of ``FrameStorage``."""
-
 from __future__ import annotations
 
 import itertools
@@ -76,7 +74,6 @@ def test_other_floats_are_not_images(values: torch.Tensor, caplog: pytest.LogCap
 
 
 def _make_bytes() -> TensorDict:
-    """Return steps whose images are bytes."""
     steps = make_steps("stack")
     for key in KEYS:
         steps[key] = (steps[key].clamp(0, 1) * 255).round().to(torch.uint8)
@@ -84,7 +81,6 @@ def _make_bytes() -> TensorDict:
 
 
 def _divide(steps: TensorDict, divisor: int = 255) -> TensorDict:
-    """Return steps whose images are divided by a number."""
     steps = steps.clone()
     for key in KEYS:
         steps[key] = steps[key] / divisor
@@ -175,14 +171,11 @@ def test_max_bytes_refuses_large_elements_before_storing_them() -> None:
 
 
 def _make_pictures(n: int) -> TensorDict:
-    """Collect transitions whose images have smooth backgrounds."""
     return Videos(1, smooth=True).collect(n).reshape(-1)
 
 
 @pytest.mark.parametrize(("batch", "quality"), [(1, 95), (7, 50)])
-def test_jpeg_images_are_close_and_stay_after_a_failure(
-    batch: int, quality: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jpeg_images_are_close_and_survive_failures(batch: int, quality: int, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, data = FrameStorage(100, codec="jpeg", quality=quality, n_stack=STACK), _make_pictures(80)
     for start in range(0, 80, batch):
         storage.set(range(start, min(start + batch, 80)), data[start : start + batch])

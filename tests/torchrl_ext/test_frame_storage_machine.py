@@ -1,5 +1,3 @@
-"""Random sequences of calls of a FrameStorage, compared with LazyTensorStorage."""
-
 from __future__ import annotations
 
 import copy
@@ -30,7 +28,6 @@ PIXELS = ["pixels", ("next", "pixels")]
 
 
 def _as_two_agents(data: TensorDict) -> TensorDict:
-    """Replace the images by those of two agents, in a nested TensorDict."""
     for part in (data, data["next"]):
         pixels = part.pop("pixels")
         agents = torch.stack([pixels, pixels.flip(-1)], data.ndim)
@@ -39,14 +36,12 @@ def _as_two_agents(data: TensorDict) -> TensorDict:
 
 
 def _add_second_camera(data: TensorDict) -> TensorDict:
-    """Add mirrored images of a second camera, channel-last."""
     for part in (data, data["next"]):
         part["second"] = part["pixels"].flip(-1).movedim(-3, -1).contiguous()
     return data
 
 
 def _as_floats(data: TensorDict, scale: int = 255) -> TensorDict:
-    """Divide the images by a number."""
     for key in PIXELS:
         data[key] = data[key] / scale
     return data
@@ -87,7 +82,6 @@ class SameAsUpstream(RuleBasedStateMachine):
         codec=st.sampled_from(["raw", "patch"]),
     )
     def make_buffers(self, form: str, ndim: int, in_folder: bool, keeps_best: bool, rows: int, codec: str) -> None:
-        """Make both buffers with these options, and add first elements."""
         n_envs = 2 if ndim == 2 else 1
         self.size, self.rows, self.ndim, self.form = rows * n_envs, rows, ndim, form
         # In two dimensions, TensorDictReplayBuffer 0.14.1 cannot number one step of several environments.
@@ -102,17 +96,14 @@ class SameAsUpstream(RuleBasedStateMachine):
         self._extend_both(self._collect_data(2))
 
     def _make_buffer(self, storage: Any) -> Any:
-        """Make a buffer over a storage."""
         writer = {"writer": TensorDictMaxValueWriter(rank_key=("next", "reward"))} if self.keeps_best else {}
         return self.cls(storage=storage, batch_size=8, **writer)
 
     def _open_buffer(self, folder: Path | None, size: int = 0) -> Any:
-        """Make our buffer over a FrameStorage, in a folder or in memory."""
         size = size or self.size
         return self._make_buffer(FrameStorage(size, storage_dir=folder, resume=folder is not None, **self.options))
 
     def _collect_data(self, n: int, form: str | None = None) -> Any:
-        """Collect data of batch size (n,), or (n, n_envs)."""
         data = self.videos.collect(min(n, self.rows)).transpose(0, 1)
         return FORMS[form or self.form]((data if self.ndim == 2 else data[:, 0]).clone())
 
@@ -122,18 +113,15 @@ class SameAsUpstream(RuleBasedStateMachine):
         buffer.extend((data.transpose(0, 1) if self.ndim == 2 else data).clone())
 
     def _extend_both(self, data: Any) -> None:
-        """Add data to both buffers."""
         for buffer in (self.ours, self.theirs):
             self._extend(buffer, data)
 
     @property
     def n_rows(self) -> int:
-        """Number of stored elements along the first dimension."""
         return len(self.theirs.storage.get(slice(None)))
 
     @rule(n=st.integers(1, 12), order=st.sampled_from(["as collected", "shuffled", "lazy"]))
     def extend(self, n: int, order: str) -> None:
-        """Add the same new data to both buffers."""
         data = self._collect_data(n)
         if order == "shuffled":
             data = data[torch.as_tensor(np.random.default_rng(n).permutation(len(data)))]
@@ -144,7 +132,6 @@ class SameAsUpstream(RuleBasedStateMachine):
     @precondition(lambda self: self.form == "bytes as floats")
     @rule(n=st.integers(1, 3))
     def extend_by_other_floats(self, n: int) -> None:
-        """Add images whose values are not those of bytes."""
         self._extend_both(self._collect_data(n, "floats"))
 
     @precondition(lambda self: not self.keeps_best)
@@ -237,7 +224,6 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 99))
     def compare_samples(self, seed: int) -> None:
-        """Assert that both buffers return equal samples after equal seeds."""
         samples = []
         for buffer in (self.ours, self.theirs):
             torch.manual_seed(seed)
@@ -246,7 +232,6 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule(start=st.integers(-32, 32), stop=st.integers(-32, 32), step=st.sampled_from([1, 2]))
     def compare_slices(self, start: int, stop: int, step: int) -> None:
-        """Assert that both storages return equal slices, and slices of these."""
         if len(range(self.n_rows)[slice(start, stop, step)]):
             ours, theirs = (buffer.storage.get(slice(start, stop, step)) for buffer in (self.ours, self.theirs))
             assert_same(ours[:], theirs[:])
@@ -255,7 +240,6 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule()
     def empty(self) -> None:
-        """Empty both buffers, and add an element."""
         for buffer in (self.ours, self.theirs):
             buffer.empty()
         self._extend_both(self._collect_data(1))
@@ -282,7 +266,6 @@ class SameAsUpstream(RuleBasedStateMachine):
     @precondition(lambda self: self.folder is not None)
     @rule()
     def open_again(self) -> None:
-        """Close our storage, and open its folder again."""
         self.ours.storage.close()
         self.ours = self._open_buffer(self.folder)
 
@@ -298,7 +281,6 @@ class SameAsUpstream(RuleBasedStateMachine):
             shutil.rmtree(self.temporary / "left")
 
     def _compare(self, ours: Any) -> None:
-        """Assert that one of our buffers has upstream's length, cursor and elements."""
         assert len(ours) == len(self.theirs)
         assert int(ours.writer._cursor) == int(self.theirs.writer._cursor)
         held = torch.arange(self.n_rows)
@@ -313,7 +295,6 @@ class SameAsUpstream(RuleBasedStateMachine):
                 assert column.table.n_stored == self.n_rows * column.per_row
 
     def teardown(self) -> None:
-        """Close our storage, and delete the temporary folder."""
         if self.ours is not None:
             self.ours.storage.close()
             shutil.rmtree(self.temporary)
@@ -334,7 +315,6 @@ def test_interrupted_first_elements_are_stored_or_not(in_folder: bool, tmp_path:
     data = make_transitions(20)
 
     def prepare() -> Callable[[], Any]:
-        """Make an empty storage, and return a call that stores its first elements."""
         folder = tmp_path / f"storage{len(made)}" if in_folder else None
         made.append(FrameStorage(24, storage_dir=folder))
         return lambda: made[-1].set(range(20), data.clone())

@@ -1,5 +1,3 @@
-"""FrameStorage with TorchRL's prioritized samplers, compared with LazyTensorStorage."""
-
 from __future__ import annotations
 
 import os
@@ -12,12 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import (
-    LazyTensorStorage,
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import LazyTensorStorage, PrioritizedSampler, PrioritizedSliceSampler, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import prioritized
 
 from tests.torchrl_ext.frame_data import Twins, Videos, assert_same
@@ -42,13 +35,11 @@ SAMPLERS = {
 
 
 def make_td_errors(indices: Any) -> torch.Tensor:
-    """Make TD errors that depend only on the indices."""
     n = len(indices)
     return torch.rand(n, generator=torch.Generator().manual_seed(n + int(torch.as_tensor(indices).sum()))) * 9
 
 
 def read_priorities(buffer: Any) -> Any:
-    """Read the priorities of all places, and the maximum."""
     sampler = buffer.sampler
     leaves = [[tree[place] for place in range(SIZE)] for tree in (sampler._sum_tree, sampler._min_tree)]
     return leaves, sampler._max_priority
@@ -67,7 +58,6 @@ def sample_and_reprioritize(buffer: Any) -> TensorDict:
 
 
 def check_samples_and_priorities(twins: Twins, steps: int = 3) -> None:
-    """Compare indices, weights, values and priorities of both buffers."""
     for _ in range(steps):
         ours, theirs = twins.call_both(sample_and_reprioritize)
         assert theirs.get("priority_weight", None) is not None
@@ -77,7 +67,6 @@ def check_samples_and_priorities(twins: Twins, steps: int = 3) -> None:
 
 
 def make_twins(sampler: Any = SAMPLERS["plain"], **options: Any) -> Twins:
-    """Make prioritized buffers over FrameStorage and LazyTensorStorage."""
     return Twins(SIZE, sampler=sampler, batch_size=lambda: 16, priority_key=lambda: "td_error", **options)
 
 
@@ -97,14 +86,12 @@ def test_prioritized_samplers_return_the_batches_of_lazy_tensor_storage(sampler:
 
 
 def _through_files(buffer: Any, fresh: Any, path: Path) -> Any:
-    """Save a buffer with ``dumps``, and load it into a fresh one."""
     buffer.dumps(path)
     fresh.loads(path)
     return fresh
 
 
 def _through_state(buffer: Any, fresh: Any, path: Path) -> Any:
-    """Load a buffer's ``state_dict`` into a fresh one."""
     fresh.load_state_dict(buffer.state_dict())
     if isinstance(fresh.storage, LazyTensorStorage):  # loading drops its device
         fresh.storage._storage = fresh.storage._storage.to("cpu")
@@ -112,7 +99,6 @@ def _through_state(buffer: Any, fresh: Any, path: Path) -> Any:
 
 
 def _through_pickle(buffer: Any, fresh: Any, path: Path) -> Any:
-    """Return a buffer that was pickled and unpickled."""
     return pickle.loads(pickle.dumps(buffer))
 
 
@@ -133,7 +119,6 @@ def test_saved_buffers_restore_their_priorities(sampler: str, through: Any, n_st
 
 def test_reopened_folder_has_equal_priorities_until_the_sampler_is_loaded(tmp_path: Path) -> None:
     def open_buffer() -> TensorDictReplayBuffer:
-        """Open a prioritized buffer in the test's folder."""
         return TensorDictReplayBuffer(
             storage=FrameStorage(SIZE, storage_dir=tmp_path / "frames", resume=True),
             sampler=SAMPLERS["plain"](),

@@ -1,5 +1,3 @@
-"""Storages that processes share, also if one of them is killed."""
-
 from __future__ import annotations
 
 import multiprocessing
@@ -22,14 +20,7 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from rl_ext_core.errors import InvalidArgumentError, NotCopyableError
 from rl_ext_core.frames.log_state import SEQUENCE
 from tests.torchrl_ext.frame_data import Videos, collect_into, count_elements, make_film
-from tests.torchrl_ext.frame_kills import (
-    KEYS,
-    add_and_be_killed,
-    add_until_killed,
-    all_hashes,
-    batch_slice,
-    make_batch,
-)
+from tests.torchrl_ext.frame_kills import KEYS, add_and_be_killed, add_until_killed, all_hashes, batch_slice, make_batch
 from torchrl_ext import FrameStorage
 from torchrl_ext.frame_storage.buffers import NoLock
 
@@ -46,7 +37,6 @@ def context() -> Iterator[Any]:
 
 
 def _kill(worker: Any) -> None:
-    """Kill a process if it is alive, and wait until it has ended."""
     if worker.is_alive():
         os.kill(worker.pid, signal.SIGKILL)
     worker.join()
@@ -67,14 +57,12 @@ def _count_valid_elements(buffer: Any) -> Any:
 
 
 def _make_shared_buffer(size: int, batch: int, **options: Any) -> Any:
-    """Make a buffer that processes share, with the first batch in it."""
     buffer = TensorDictReplayBuffer(storage=FrameStorage(size, **options), shared=True, batch_size=16)
     buffer.extend(make_batch(0, batch))
     return buffer
 
 
 def _count_batches(numbers: Any, batch: int) -> Any:
-    """Count the elements of the batches with these numbers."""
     return Counter(held for number in numbers for held in all_hashes()[batch_slice(number, batch)])
 
 
@@ -88,7 +76,6 @@ def test_killed_processes_neither_block_others_nor_leave_partial_elements(contex
     workers: list[Any] = []
 
     def start_worker() -> Any:
-        """Start a process that adds batches; return it and its count of complete ones."""
         n_complete.append(sharedctypes.RawValue("q", 0))
         workers.append(context.Process(target=add_until_killed, args=(buffer, n_complete[-1], batch)))
         workers[-1].start()
@@ -108,9 +95,8 @@ def test_killed_processes_neither_block_others_nor_leave_partial_elements(contex
                 complete = [number.value for number in n_complete]
                 held, length = _count_valid_elements(buffer), len(buffer)
             if size >= 100_000:
-                assert held >= _count_batches([0, *(i for n in complete for i in range(n))], batch), (
-                    "nothing complete is lost"
-                )
+                every = [0, *(i for n in complete for i in range(n))]
+                assert held >= _count_batches(every, batch), "nothing complete is lost"
                 assert length % batch == 0
                 assert length <= (1 + sum(complete) + len(n_complete)) * batch
             assert not set(count_elements(buffer.sample(), KEYS)) - set(all_hashes())
@@ -182,15 +168,6 @@ def test_folder_cannot_be_shared(context: Any, tmp_path: Path) -> None:
     buffer.storage.close()
 
 
-def _collect_serially(seeds: list[int], batches: list[int]) -> list[Any]:
-    """Collect the batches of all workers in this process, one worker after the other."""
-    collected = []
-    for seed in seeds:
-        videos = Videos(2, seed=seed)
-        collected += [videos.collect(steps).reshape(-1) for steps in batches]
-    return collected
-
-
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("first", [1, 100])
 def test_shared_storage_contains_all_elements_of_two_processes(context: Any, first: int) -> None:
@@ -198,9 +175,11 @@ def test_shared_storage_contains_all_elements_of_two_processes(context: Any, fir
     start = Videos(1, seed=9).collect(first).reshape(-1)
     buffer.extend(start.clone())
     workers = [context.Process(target=collect_into, args=(buffer, seed, BATCHES)) for seed in (1, 2)]
-    for worker in workers:
+    rows = list(start)
+    for seed, worker in enumerate(workers, 1):
         worker.start()
-    expected = sum((count_elements(rows, ALL_KEYS) for rows in [start, *_collect_serially([1, 2], BATCHES)]), Counter())
+        collect_into(rows, seed, BATCHES)
+    expected = count_elements(torch.stack(rows), ALL_KEYS)
     while any(worker.is_alive() for worker in workers):
         seen = count_elements(buffer.sample(), ALL_KEYS)
         assert not set(seen) - set(expected), "the learner sees whole transitions only"
@@ -213,27 +192,21 @@ def test_shared_storage_contains_all_elements_of_two_processes(context: Any, fir
         buffer.storage.load_state_dict(buffer.storage.state_dict())
 
 
-def _collect_without_buffer(frames: int) -> Any:
-    """Collect with two processes and without a buffer."""
-    collector = MultiSyncCollector([make_film] * 2, None, frames_per_batch=100, total_frames=frames)
-    collector.set_seed(3)
-    rows = torch.cat([batch.reshape(-1).clone() for batch in collector])
-    collector.shutdown()
-    return rows
-
-
 @pytest.mark.sample(quick=0)
 @pytest.mark.filterwarnings("ignore")
 def test_multiprocess_collectors_fill_a_shared_storage() -> None:
     buffer = ReplayBuffer(storage=FrameStorage(1000), shared=True, batch_size=32)
-    options = {"frames_per_batch": 100, "total_frames": 400, "replay_buffer": buffer}
-    collector = MultiSyncCollector([make_film] * 2, None, **options)
-    collector.set_seed(3)
-    try:
-        for _ in collector:
-            if len(buffer) > 32:
-                buffer.sample()
-    finally:
-        collector.shutdown()
-    assert count_elements(buffer[:], FILM_KEYS) == count_elements(_collect_without_buffer(400), FILM_KEYS)
+    rows: list[Any] = []
+    for options in ({"replay_buffer": buffer}, {}):
+        collector = MultiSyncCollector([make_film] * 2, None, frames_per_batch=100, total_frames=400, **options)
+        collector.set_seed(3)
+        try:
+            for batch in collector:
+                if not options:
+                    rows.append(batch.reshape(-1).clone())
+                elif len(buffer) > 32:
+                    buffer.sample()
+        finally:
+            collector.shutdown()
+    assert count_elements(buffer[:], FILM_KEYS) == count_elements(torch.cat(rows), FILM_KEYS)
     assert buffer.storage._columns[0].table.part.layout.n_stack == 4

@@ -1,5 +1,3 @@
-"""Tests that rollouts equal those of TorchRL's wrappers bit for bit."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -42,33 +40,27 @@ Build = Callable[[Any], Any]  # Builds an environment with one of the two classe
 
 
 def build_both(build: Build) -> tuple[Any, Any]:
-    """Build an environment with our wrapper and with TorchRL's."""
     return build(GymWrapper), build(upstream.GymWrapper)
 
 
 def wrapping(make: Callable[[], Any], **options: Any) -> Build:
-    """Return a function that makes an environment, and wraps it with a given class."""
     return lambda cls: cls(make(), **options)
 
 
 def by_id(env_id: str, **options: Any) -> Build:
-    """Return a function that builds TorchRL's ``GymEnv`` or ours from an id."""
     return lambda cls: (GymEnv if cls is GymWrapper else upstream.GymEnv)(env_id, **options)
 
 
 def batch(make: Any, mode: str, count: int = 3, **options: Any) -> Build:
-    """Return a function that makes a vector environment, and wraps it with a given class."""
     asynchronous = options.pop("asynchronous", False)
     return lambda cls: cls(make_vector_env(make, count, mode, asynchronous=asynchronous), **options)
 
 
 def with_transforms(build: Build, *transforms: Callable[[], Any]) -> Build:
-    """Return a function that builds an environment, and appends new transforms."""
     return lambda cls: build(cls).append_transform(Compose(*(transform() for transform in transforms)))
 
 
 def make_pong() -> Any:
-    """Make Pong with Atari preprocessing and stacks of four frames."""
     env = gymnasium.make("ALE/Pong-v5", frameskip=1)
     return FrameStackObservation(AtariPreprocessing(env, noop_max=5), 4)
 

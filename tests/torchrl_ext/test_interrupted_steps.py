@@ -1,5 +1,3 @@
-"""Tests of Ctrl-C in steps, resets and rollouts: later results are unaffected."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

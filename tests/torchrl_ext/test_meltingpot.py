@@ -23,13 +23,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def num_workers() -> int:
-    """Number of workers: 6, or 2 if memory is short."""
     return 6 if psutil.virtual_memory().available > NEEDED else 2
 
 
 @pytest.fixture(scope="module")
 def answers(num_workers: int, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Run ``program.py`` with Melting Pot's interpreter, and return what it prints."""
     folder = tmp_path_factory.mktemp("meltingpot")
     variables = {"LAB2D_LOG": f"{folder}/simulators", MARK: str(folder)}
     done = subprocess.run(

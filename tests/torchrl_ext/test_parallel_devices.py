@@ -12,12 +12,11 @@ from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.errors import DeviceConflictError, WorkerError
 from tests.core.devices.machines import machine
 from tests.core.devices.run_code import run
-from tests.torchrl_ext.parallel_checks import no_workers_left
 from tests.torchrl_ext.parallel_environments import DEVICE_VARIABLES, DeviceReporting, variables
 from tests.worker_servers import cold_server
 from torchrl_ext import ParallelEnv
 
-__all__ = ["no_workers_left"]
+pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 
 MACHINE = machine(4, order=(2, 0, 3, 1))
@@ -34,7 +33,6 @@ def without_device_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gpu_decisions(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
-    """Resolve the devices of three workers on a machine with several GPUs."""
     options = {"render": "same", "renderer": "robosuite", "environ": {}, **options}
     return [resolve("auto", worker=number, inventory=inventory, **options) for number in range(3)]
 
@@ -71,7 +69,6 @@ def test_round_robin_devices_cycle_over_gpus(monkeypatch: pytest.MonkeyPatch) ->
     asked = []
 
     def resolve_on_two_gpus(*args: Any, **kwargs: Any) -> Decision:
-        """Record the arguments, and resolve them on a machine with two GPUs."""
         asked.append(kwargs)
         return resolve(*args, **kwargs, inventory=machine(2), environ={})
 
@@ -85,16 +82,6 @@ def test_round_robin_devices_cycle_over_gpus(monkeypatch: pytest.MonkeyPatch) ->
     assert [(options["worker"], options["render"], options["renderer"]) for options in asked] == [
         (worker, "same", "gymnasium") for worker in range(3)
     ]
-
-
-@pytest.mark.exhaustive
-def test_workers_render_with_mesa() -> None:
-    env = gymnasium.make("HalfCheetah-v5", render_mode="rgb_array", width=32, height=32)
-    decision = resolve("cpu", render="same", renderer="gymnasium")
-    parallel = ParallelEnv(2, env, devices=decision)
-    parallel.reset()
-    assert [image.shape for image in parallel.render()] == [(32, 32, 3)] * 2
-    parallel.close()
 
 
 TORCHRL = """

@@ -1,5 +1,3 @@
-"""Tests of ``ParallelEnv``: closing, pickles, child processes, Ctrl-C, warnings."""
-
 from __future__ import annotations
 
 import copy
@@ -8,8 +6,11 @@ import logging
 import os
 import pickle
 import re
+import resource
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +21,21 @@ import torch
 from torchrl.envs import GymEnv, RewardSum, TransformedEnv
 from torchrl.envs import ParallelEnv as Upstream
 
-from rl_ext_core.errors import NotCopyableError, WorkerError
+from rl_ext_core.errors import InvalidArgumentError, NotCopyableError, WorkerError
 from tests.environments import Counting, Failing, count_events
 from tests.interrupts import interrupt_at
 from tests.leaks import running_workers
-from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
 from torchrl_ext import GymWrapper, ParallelEnv
 
-__all__ = ["event_log", "no_workers_left"]
+pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 slow = pytest.mark.slow
+# Workers step gymnasium environments themselves, or TorchRL's environments around them.
+in_torchrl_or_not = pytest.mark.parametrize("in_torchrl", [False, True], ids=["gymnasium", "TorchRL"])
 
 
-def test_close_ends_workers_and_closes_environments(event_log: Any) -> None:
-    env = ParallelEnv(2, Failing)
-    env.reset()
-    env.close()
-    assert not running_workers()
-    assert count_events("closed", in_this_process=False) >= 2
-    assert env.is_closed
-    with pytest.raises(RuntimeError, match="closed"):
-        env.close()
-    env.close(raise_if_closed=False)
-    assert env.rollout(3).shape == (2, 3)
-    env.close()
+def transformed(env: Any) -> TransformedEnv:
+    return TransformedEnv(GymWrapper(env), RewardSum())
 
 
 # -- pickles
@@ -55,9 +47,7 @@ def test_close_ends_workers_and_closes_environments(event_log: Any) -> None:
     [(lambda: GymWrapper(Counting()), pickle.dumps), (Counting(4.0), cloudpickle.dumps)],
     ids=["lambda", "instance"],
 )
-def test_pickling_closes_the_environment_and_the_copy_starts_new_workers(
-    source: Any, dumps: Callable[[Any], bytes]
-) -> None:
+def test_pickling_closes_the_environment_and_the_copy_starts_new_workers(source: Any, dumps: Any) -> None:
     env = ParallelEnv(2, source, seed=3)
     before = env.rollout(3)["observation"]
     copy = pickle.loads(dumps(env))
@@ -82,8 +72,6 @@ def test_environments_are_closed_when_another_one_fails(how: str, event_log: Pat
 
 
 class SlowToClose(Counting):
-    """Environment that takes as long to close as its depth says."""
-
     def close(self) -> None:
         time.sleep(self.depth)
 
@@ -101,13 +89,7 @@ def test_close_warns_after_shutdown_timeout() -> None:
 
 
 def make_cartpole() -> GymEnv:
-    """Make TorchRL's environment of a CartPole, with our class."""
     return GymEnv("CartPole-v1")
-
-
-def make_counting() -> GymWrapper:
-    """Make a wrapped Counting."""
-    return GymWrapper(Counting())
 
 
 # Environments that start processes of their own.
@@ -125,7 +107,7 @@ def test_environments_may_start_their_own_processes(form: str) -> None:
     env = ParallelEnv(2, NESTED[form]())
     assert env.rollout(3, break_when_any_done=False).shape == (2, 2, 3)
     env.close()
-    assert not workers_left()
+    assert not running_workers(grace_s=60)
 
 
 # -- Ctrl-C
@@ -144,12 +126,12 @@ CODE_PATHS = ("/torchrl_ext/parallel/", "/rl_ext_core/processes/", "/rl_ext_core
 # Python turns exceptions in finalizers into warnings.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.sample(quick=0, ci=3)
-@pytest.mark.parametrize("in_torchrl", [False, True], ids=["gymnasium", "TorchRL"])
+@in_torchrl_or_not
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("every", [151, pytest.param(17, marks=pytest.mark.exhaustive)])
 def test_ctrl_c_at_any_line_leaves_a_usable_environment(call: str, every: int, in_torchrl: bool) -> None:
     """After the interrupt, the next call works or its error names ``reset``."""
-    env = ParallelEnv(2, TransformedEnv(GymWrapper(Failing()), RewardSum()) if in_torchrl else Failing)
+    env = ParallelEnv(2, transformed(Failing()) if in_torchrl else Failing)
     env.reset()
     at = 1
     while where := interrupt_at(functools.partial(CALLS[call], env), at, code_paths=CODE_PATHS):
@@ -161,16 +143,106 @@ def test_ctrl_c_at_any_line_leaves_a_usable_environment(call: str, every: int, i
         assert len(running_workers()) == 2, where
         at += every
     env.close(raise_if_closed=False)
-    assert not workers_left()
+    assert not running_workers(grace_s=60)
 
 
 def continue_without_reset(env: ParallelEnv, *, stepping: bool) -> str:
-    """Step or call a method without a reset, and return the error's text."""
     try:
         env.step(env.fake_tensordict()) if stepping else env.method()
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+# -- failures
+
+
+def make_failing_pair(when: str, how: str = "raise", *, in_torchrl: bool = False) -> ParallelEnv:
+    wrap = transformed if in_torchrl else GymWrapper
+    return ParallelEnv(2, [lambda: wrap(Counting()), lambda: wrap(Failing(when, how))])
+
+
+def pids(env: ParallelEnv) -> list[int]:
+    return [process.pid for process in env._pool.processes]
+
+
+def test_workers_beyond_the_open_file_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (len(os.listdir("/proc/self/fd")) + 55,) * 2)
+    with pytest.raises(InvalidArgumentError, match=r"ParallelEnv\(4, ...\) needs 40 .*Use ParallelEnv\(3, ...\)"):
+        ParallelEnv(4, Failing).reset()
+    env = ParallelEnv(3, Failing)
+    env.reset()
+    env.close()
+
+
+@contextmanager
+def expect_worker_error(env: ParallelEnv) -> Iterator[Any]:
+    """Expect a WorkerError, after which no process is left and ``close()`` works."""
+    with pytest.raises(WorkerError) as caught:
+        yield caught
+    assert not running_workers()
+    assert env.is_closed
+    env.close()
+
+
+@pytest.mark.sample(ci=1)
+@in_torchrl_or_not
+def test_limit_of_pipes_names_the_worker_that_hangs(in_torchrl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = make_failing_pair("step", "hang", in_torchrl=in_torchrl)
+    env.reset()
+    env.close()
+    monkeypatch.setattr("torchrl._utils.BATCHED_PIPE_TIMEOUT", 2.0)
+    with expect_worker_error(env) as caught:
+        env.rollout(5)
+    assert (caught.value.worker, caught.value.kind) == (1, "timeout")
+    assert "did not answer within 2 s" in str(caught.value)
+
+
+def test_step_after_a_failure_is_rejected_until_reset() -> None:
+    env = make_failing_pair("step")
+    with pytest.raises(WorkerError, match="the rope has snapped"):
+        env.rollout(5)
+    with pytest.raises(WorkerError, match=r"no workers, because worker 1 .* in step: .*Use reset\(\) to start"):
+        env.step(env.full_action_spec.zero())
+    assert not running_workers()
+    with pytest.raises(WorkerError, match="the rope has snapped") as caught:  # starts raise it too
+        ParallelEnv(2, functools.partial(Failing, when="constructor"))
+    assert repr(caught.value.__cause__) == "ValueError('the rope has snapped')"
+
+
+def test_result_that_cannot_be_unpickled_does_not_corrupt_the_next_one() -> None:
+    env = ParallelEnv(2, Failing, overrides=[{"when": "method", "how": ""}, {}])
+    env.reset()
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        env.return_unreadable()
+    assert env.twice(number=4) == [8, 8]
+    with expect_worker_error(env) as caught:
+        env.make_lock()
+    assert "cannot pickle '_thread.lock' object" in str(caught.value)
+    assert "in make_lock: " in str(caught.value)
+
+
+def test_errors_in_the_parent_process_keep_the_workers() -> None:
+    env = ParallelEnv(2, Counting)
+    td = env.reset()
+    before = pids(env)
+    with pytest.raises(InvalidArgumentError, match="shape"):
+        env.step(td.set("action", torch.zeros(2, 5, dtype=torch.int64)))
+    with pytest.raises((pickle.PicklingError, TypeError, AttributeError)):
+        env.twice(threading.Lock())
+    assert env.rollout(3)["observation"][0, :, 0].tolist() == [0.0, 1.0, 2.0]
+    assert pids(env) == before
+    env.close()
+
+
+def test_failed_start_ends_workers_that_have_started() -> None:
+    env = ParallelEnv(2, Failing, create_env_kwargs=[{}, {"how": threading.Lock()}])
+    with pytest.raises(TypeError, match="cannot pickle"):
+        env.reset()
+    assert not running_workers(grace_s=60)
+
+
+# -- copies
 
 
 def test_shallow_copies_are_refused() -> None:
@@ -186,7 +258,7 @@ def test_shallow_copies_are_refused() -> None:
 
 
 def test_only_the_caller_resets_and_steps_an_environment(event_log: Path) -> None:
-    env = ParallelEnv(1, make_counting)
+    env = ParallelEnv(1, lambda: GymWrapper(Counting()))
     assert event_log.read_text().count("reset") == 0
     env.rollout(3, auto_reset=False, tensordict=env.reset())
     env.close()

@@ -1,10 +1,9 @@
-"""Tests that ``ParallelEnv`` returns the same as upstream's, and of its seeds."""
-
 from __future__ import annotations
 
 import functools
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -17,7 +16,6 @@ from torchrl.collectors import Collector
 from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs import (
     Compose,
-    EnvBase,
     InitTracker,
     RewardSum,
     StepCounter,
@@ -33,76 +31,39 @@ from torchrl.envs.utils import check_env_specs
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from tests.environments import Counting
 from tests.torchrl_ext.environments import SamplingEnv
-from tests.torchrl_ext.parallel_checks import no_workers_left
 from tests.torchrl_ext.parallel_environments import NativeEnv
 from torchrl_ext import GymWrapper, ParallelEnv
 
-__all__ = ["no_workers_left"]
-
-
-def make_native() -> NativeEnv:
-    """Make a TorchRL environment that needs no gymnasium."""
-    return NativeEnv()
+pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 
 def make_cartpole() -> Any:
-    """Make a CartPole with TorchRL's ``GymEnv``."""
     return UpstreamGymEnv("CartPole-v1")
 
 
-class Counter(gymnasium.Env[Any, Any]):
-    """Environment that observes its steps, its resets and a random number."""
+class Counter(Counting):
+    """Environment that observes its steps, a random number and its resets. An action or six steps end an episode."""
 
-    observation_space = gymnasium.spaces.Box(-9, 9, (3,), np.float32)
-    action_space = gymnasium.spaces.Discrete(3)
-    render_mode = "rgb_array"
-    level = 7
-
-    class Part:
-        value = 42
+    part = SimpleNamespace(value=42)
 
     def __init__(self) -> None:
-        self.n_resets, self.part = 0, Counter.Part()
-
-    def _observation(self) -> np.ndarray[Any, Any]:
-        return np.array([self.count, self.n_resets, self.np_random.uniform(-1, 1)], np.float32)
+        super().__init__(depth=0)
+        self.action_space = gymnasium.spaces.Discrete(3)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.count, self.n_resets, self.options = 0, self.n_resets + 1, options
-        return self._observation(), {"number": np.float32(0)}
+        self.depth, self.options = self.depth + 1, options
+        return super().reset(seed=seed)[0], {"number": np.float32(0)}
 
     def step(self, action: Any) -> Any:
-        self.count += 1
-        info = {"number": np.float32(self.count)}
-        return self._observation(), float(action) + 0.5, self.count >= 4 and action == 2, self.count >= 6, info
-
-    def render(self) -> Any:
-        return np.full((8, 8, 3), self.count, np.uint8)
-
-    def add(self, a: int, *, b: int) -> int:
-        """Return a sum: a method to call in workers."""
-        return a + b + self.count
+        observation, info = super().step(action)[0], {"number": np.float32(self._count)}
+        return observation, float(action) + 0.5, self._count >= 4 and action == 2, self._count >= 6, info
 
 
-def make_counter(**options: Any) -> Any:
-    """Make a Counter with TorchRL's ``GymWrapper``."""
-    return UpstreamGymWrapper(Counter(), **options)
-
-
-def make_with_info() -> Any:
-    """Make a Counter whose infos are read."""
-    return make_counter().set_info_dict_reader(default_info_dict_reader(["number"]))
-
-
-def make_primed() -> Any:
-    """Make a Counter whose hidden state of a policy is initialized in the worker."""
-    return TransformedEnv(make_counter(), Compose(InitTracker(), TensorDictPrimer(Composite(h=Unbounded((1,))))))
-
-
-def make_transformed() -> Any:
-    """Make a Counter with transforms that read states."""
-    return TransformedEnv(make_counter(), Compose(StepCounter(5), RewardSum()))
+def make_counter(*transforms: Any, info_keys: Any = (), **options: Any) -> Any:
+    env = UpstreamGymWrapper(Counter(), **options)
+    if info_keys:
+        env.set_info_dict_reader(default_info_dict_reader(info_keys))
+    return TransformedEnv(env, Compose(*(make() for make in transforms))) if transforms else env
 
 
 SCALAR, BITS = gymnasium.spaces.Box(-1, 1, ()), gymnasium.spaces.MultiBinary(3)
@@ -115,7 +76,7 @@ def make_rolls() -> Any:
     return UpstreamGymWrapper(SamplingEnv(observations, DICE))
 
 
-class Terse(EnvBase):
+class Terse(NativeEnv):
     """Environment that reads its last observation, and leaves to ``EnvBase`` what that completes and reshapes."""
 
     def __init__(self) -> None:
@@ -132,11 +93,8 @@ class Terse(EnvBase):
         total = observation.sum()
         return TensorDict(observation=observation, reward=total, terminated=total > 1, undeclared=total)
 
-    def _set_seed(self, seed: int | None) -> None:
-        torch.manual_seed(0 if seed is None else seed)
 
-
-class Accumulating(EnvBase):
+class Accumulating(NativeEnv):
     """Environment whose reward is also a state, from which the next step starts."""
 
     def __init__(self) -> None:
@@ -151,19 +109,14 @@ class Accumulating(EnvBase):
         reward = tensordict.get("reward", torch.zeros(1)) / 2 + tensordict["action"].sum().view(1)
         return TensorDict(observation=tensordict["observation"] + reward, reward=reward, done=reward > 1.2)
 
-    def _set_seed(self, seed: int | None) -> None:
-        torch.manual_seed(0 if seed is None else seed)
-
 
 def seeded_result(do: Callable[[Any], Any], env: Any) -> Any:
-    """Seed an environment, and return the result of an operation on it."""
     env.set_seed(3)
     torch.manual_seed(0)
     return do(env)
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Return whether two results are equal in all their elements."""
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(are_equal, one, other))
     same = one == other
@@ -171,33 +124,25 @@ def are_equal(one: Any, other: Any) -> bool:
 
 
 def roll(env: Any, steps: int = 12, **options: Any) -> Any:
-    """Return a rollout across episodes."""
     return env.rollout(steps, break_when_any_done=False, **options)
 
 
+SOME = torch.tensor([[True], [False], [True]])
+
+
 def reset_some(env: Any) -> Any:
-    """Reset the first and the last of three rows, and return the result."""
-    td = env.rollout(2)[:, -1].exclude("next")
-    td["_reset"] = torch.tensor([[True], [False], [True]])
-    return env.reset(td)
+    return env.reset(env.rollout(2)[:, -1].exclude("next").set("_reset", SOME.clone()))
 
 
 def reset_some_after_a_step(env: Any) -> Any:
-    """Reset two of three rows of the next TensorDict."""
-    td = env.rollout(2)[:, -1]["next"].exclude("reward").clone()
-    td["_reset"] = torch.tensor([[True], [False], [True]])
-    return env.reset(td)
+    return env.reset(env.rollout(2)[:, -1]["next"].exclude("reward").clone().set("_reset", SOME.clone()))
 
 
 def step_some(env: Any) -> Any:
-    """Step the first and the last of three rows."""
-    td = env.rand_action(env.reset())
-    td["_step"] = torch.tensor([True, False, True])
-    return env.step(td)["next"]
+    return env.step(env.rand_action(env.reset()).set("_step", SOME[:, 0].clone()))["next"]
 
 
 def step_past_the_end(env: Any) -> Any:
-    """Step beyond the ends of episodes."""
     td, found = env.reset(), []
     for _ in range(8):
         td = env.step(env.rand_action(td))["next"]
@@ -206,7 +151,6 @@ def step_past_the_end(env: Any) -> Any:
 
 
 def step_and_reset(env: Any) -> Any:
-    """Return the TensorDicts of steps that reset what is done."""
     td, found = env.reset(), []
     for _ in range(9):
         done, td = env.step_and_maybe_reset(env.rand_action(td))
@@ -227,12 +171,6 @@ def run_policy_with_state(env: Any) -> Any:
     return roll(env, 14, policy=policy)
 
 
-def collect(env: Any) -> Any:
-    """Return the batches of a collector."""
-    collector = Collector(env, None, frames_per_batch=30, total_frames=90, reset_at_each_iter=False)
-    return torch.cat([batch.clone() for batch in collector], -1)
-
-
 def live(env: Any) -> Any:
     """Close and start an environment repeatedly, and return what happens."""
     found: list[Any] = []
@@ -247,6 +185,7 @@ def live(env: Any) -> Any:
     return found
 
 
+FRAMES: dict[str, Any] = {"frames_per_batch": 30, "total_frames": 90, "reset_at_each_iter": False}
 COMMON: dict[str, Callable[[Any], Any]] = {
     "rollout": lambda env: env.rollout(5),
     "rollout across episodes": roll,
@@ -263,7 +202,7 @@ COMMON: dict[str, Callable[[Any], Any]] = {
     "keys": lambda env: (env.batch_size, env.device, env.reward_keys, env.action_keys, env.done_keys, env.reset_keys),
     "a transform": lambda env: roll(TransformedEnv(env, RewardSum())),
     "transforms": lambda env: roll(TransformedEnv(env, Compose(StepCounter(4), RewardSum())), 14),
-    "a collector": collect,
+    "a collector": lambda env: torch.cat([batch.clone() for batch in Collector(env, None, **FRAMES)], -1),
     "check_env_specs": check_env_specs,
 }
 OF_COUNTER: dict[str, Callable[[Any], Any]] = {
@@ -274,12 +213,12 @@ OF_COUNTER: dict[str, Callable[[Any], Any]] = {
     "a reset with options": lambda env: (env.reset(options={"a": 1}), list(env.options)),
     "a reset with arguments of each": lambda env: env.reset(list_of_kwargs=[{"seed": seed} for seed in range(3)]),
     "seeds": lambda env: (env.set_seed(11), env.set_seed(11, static_seed=True)),
-    "a method": lambda env: (env.reset(), env.add(3, b=2)),
-    "an attribute": lambda env: (env.reset(), list(env.level)),
+    "a method": lambda env: (env.reset(), env.twice(3, plus=2)),
+    "an attribute": lambda env: (env.reset(), list(env.label)),
     "an attribute of an attribute": lambda env: (env.reset(), list(env.part.value())),
     "attributes of the wrapper": lambda env: (env.reset(), list(env.frame_skip), list(env.from_pixels)),
     "rendering": lambda env: (env.reset(), [image.tolist() for image in env.render()]),
-    "number of resets": lambda env: (env.rollout(20), env.rollout(20), list(env.n_resets)),
+    "number of resets": lambda env: (env.rollout(20), env.rollout(20), list(env.depth)),
     "state_dict": lambda env: (env.reset(), {name: len(state) for name, state in env.state_dict().items()}),
     "a move": lambda env: env.to("cpu").rollout(3),
     "a policy with a state": run_policy_with_state,
@@ -309,10 +248,13 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Callable[[Any], Any]]]] = {
     "Pendulum": (functools.partial(UpstreamGymEnv, "Pendulum-v1"), COMMON),
     "CartPole": (make_cartpole, COMMON),
     "spaces with other specs in batches, in TorchRL": (make_rolls, {"rollout": roll, "spec": COMMON["specs"]}),
-    "hidden states, in TorchRL": (make_primed, {"a policy with a state": run_policy_with_state}),
-    "infos, in TorchRL": (make_with_info, COMMON),
-    "transforms, in TorchRL": (make_transformed, COMMON),
-    "TorchRL": (make_native, OF_NATIVE),
+    "hidden states, in TorchRL": (
+        functools.partial(make_counter, InitTracker, lambda: TensorDictPrimer(Composite(h=Unbounded((1,))))),
+        {"a policy with a state": run_policy_with_state},
+    ),
+    "infos, in TorchRL": (functools.partial(make_counter, info_keys=["number"]), COMMON),
+    "transforms, in TorchRL": (functools.partial(make_counter, functools.partial(StepCounter, 5), RewardSum), COMMON),
+    "TorchRL": (NativeEnv, OF_NATIVE),
     "a reward that is a state, in TorchRL": (Accumulating, {"rollout": roll}),
     "incomplete outputs, in TorchRL": (Terse, {name: COMMON[name] for name in OF_TERSE}),
     "entries that are not tensors, in TorchRL": (functools.partial(NativeEnv, note="a note"), OF_NOTES),
@@ -336,7 +278,7 @@ def test_operations_equal_upstream(case: str) -> None:
 
 def test_options_without_effect_are_accepted_and_others_refused() -> None:
     options = {"use_buffers": False, "share_individual_td": True, "metadata_from_workers": True, "non_blocking": True}
-    env = ParallelEnv(2, make_native, consolidate=False, shared_memory=True, num_sub_threads=1, **options)
+    env = ParallelEnv(2, NativeEnv, consolidate=False, shared_memory=True, num_sub_threads=1, **options)
     assert isinstance(env, Upstream)
     with pytest.raises(NotImplementedError, match=r"Use torchrl.envs.ParallelEnv\(2, create_env_fn\)\[slice\(0, 1"):
         env[0:1]
@@ -344,14 +286,12 @@ def test_options_without_effect_are_accepted_and_others_refused() -> None:
         env.configure_parallel(num_threads=1)
     for name, value in {"memmap": True, "num_threads": 2, "serial_for_single": True}.items():
         with pytest.raises(InvalidArgumentError, match=rf"Use torchrl.envs.ParallelEnv\(2, create_env_fn, {name}="):
-            ParallelEnv(2, make_native, **{name: value})
+            ParallelEnv(2, NativeEnv, **{name: value})
     with pytest.raises(InvalidTypeError, match="no argument colour"):
-        ParallelEnv(2, make_native, colour=1)
+        ParallelEnv(2, NativeEnv, colour=1)
 
 
 class HalfPrecision(NativeEnv):
-    """``NativeEnv`` whose observation has a dtype that NumPy lacks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.observation_spec["observation"] = Unbounded((2,), dtype=torch.bfloat16)
@@ -363,7 +303,7 @@ def test_dtypes_that_numpy_lacks_are_refused() -> None:
 
 
 def test_inputs_of_another_shape_are_refused() -> None:
-    env = ParallelEnv(3, make_native)
+    env = ParallelEnv(3, NativeEnv)
     td = env.rand_action(env.reset())
     with pytest.raises(InvalidArgumentError, match=r"'action' has the shape \[3, 2\]: expected \[3, 1\]"):
         env.step(td.clone().set("action", torch.zeros(3, 2)))
@@ -372,7 +312,7 @@ def test_inputs_of_another_shape_are_refused() -> None:
 
 
 def test_states_of_modules_in_workers_are_restored() -> None:
-    env = ParallelEnv(2, make_native)
+    env = ParallelEnv(2, NativeEnv)
     env.rollout(4)
     state = env.state_dict()
     env.rollout(4)
@@ -386,7 +326,6 @@ def test_states_of_modules_in_workers_are_restored() -> None:
 
 
 def run_to_end(env: Any, seed: int | None = None) -> Any:
-    """Return a rollout across episodes with seeded actions, and close the environment."""
     if seed is not None:
         env.set_seed(seed)
     torch.manual_seed(0)
@@ -400,14 +339,13 @@ FORMS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "an id": (make_cartpole, lambda: "CartPole-v1"),
     "an instance": (make_cartpole, lambda: gymnasium.make("CartPole-v1")),
     "an instance of TorchRL's": (make_cartpole, make_cartpole),
-    "torch's generator": (make_native, lambda: make_native),
-    "torch's generator, copied": (make_native, make_native),
+    "torch's generator": (NativeEnv, lambda: NativeEnv),
+    "torch's generator, copied": (NativeEnv, NativeEnv),
 }
 
 
 @functools.cache
 def upstream_rollout(reference: Callable[[], Any]) -> Any:
-    """Return a rollout of TorchRL's ParallelEnv with seed 7."""
     return run_to_end(Upstream(3, reference, mp_start_method="fork"), 7)
 
 
@@ -430,14 +368,11 @@ def test_seed_argument_equals_upstream_set_seed(form: str, options: dict[str, An
 
 
 def reset_with_seed(env: Counting) -> Counting:
-    """Reset an environment with seed 5, and return it."""
     env.reset(seed=5)
     return env
 
 
 class Unseeded(NativeEnv):
-    """``NativeEnv`` that cannot be seeded."""
-
     def _set_seed(self, seed: int | None) -> None:
         raise NotImplementedError
 
@@ -452,7 +387,6 @@ SOURCES: dict[str, Callable[[], Any]] = {
 
 
 def random_draws(env: ParallelEnv) -> list[list[float]]:
-    """Return the random numbers that each worker observes, and close the environment."""
     rollout = env.rollout(4)
     found = [part["observation"][:, 1].tolist() for part in rollout.unbind(0)]
     env.close()

@@ -1,5 +1,3 @@
-"""Tests of the sources of ``ParallelEnv``, which are built only in workers."""
-
 from __future__ import annotations
 
 import functools
@@ -27,12 +25,11 @@ from rl_ext_core.factory.compare import run_in_subprocess
 from rl_ext_core.factory.walk import fingerprint
 from tests.environments import Counting, count_events
 from tests.leaks import running_workers
-from tests.torchrl_ext.parallel_checks import event_log, no_workers_left
 from tests.torchrl_ext.parallel_environments import NativeEnv
 from torchrl_ext import GymWrapper, ParallelEnv, as_factory
 from torchrl_ext.parallel.plan import WorkerPlan
 
-__all__ = ["event_log", "no_workers_left"]
+pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 slow = pytest.mark.slow
 
@@ -40,32 +37,23 @@ EVENTS = ("built", "reset", "stepped", "closed")
 
 
 def observed_depths(env: ParallelEnv) -> list[float]:
-    """Return the depth that each worker observes."""
     return env.rollout(3)["observation"][:, 0, 2].tolist()
 
 
 def make_changed_counting(depth: float = 3.0) -> Counting:
-    """Make a ``Counting`` whose depth is changed after its construction."""
     source = Counting()
     source.depth = depth
     return source
 
 
-def make_transformed_counting(depth: float = 3.0) -> TransformedEnv:
-    """Make a ``Counting`` with transforms, whose depth is changed after its construction."""
+def make_transformed_counting() -> TransformedEnv:
     env = TransformedEnv(GymWrapper(Counting()), RewardSum())
-    env.base_env._env.depth = depth
+    env.base_env._env.depth = 3.0
     env.append_transform(StepCounter(5))
     return env
 
 
-def make_stacked_counting() -> TransformedEnv:
-    """Make an environment with CatFrames, whose buffer is uninitialized before a reset."""
-    return TransformedEnv(GymWrapper(make_changed_counting()), CatFrames(1, dim=-1, in_keys=["observation"]))
-
-
 def make_counting(depth: float = 3.0) -> GymWrapper:
-    """Make a wrapped ``Counting``."""
     return GymWrapper(Counting(depth))
 
 
@@ -73,7 +61,10 @@ SOURCES: dict[str, Any] = {
     "an instance": make_changed_counting,
     "an instance of TorchRL's": lambda: GymWrapper(make_changed_counting()),
     "a transformed instance": make_transformed_counting,
-    "an instance with unused CatFrames": make_stacked_counting,
+    # The buffer of CatFrames is uninitialized before a reset.
+    "an instance with unused CatFrames": lambda: TransformedEnv(
+        GymWrapper(make_changed_counting()), CatFrames(1, dim=-1, in_keys=["observation"])
+    ),
     "a function": lambda: make_counting,
     "a lambda": lambda: lambda: GymWrapper(Counting(3.0)),
     "a partial": lambda: functools.partial(Counting, 3.0),
@@ -105,7 +96,6 @@ def test_sources_are_not_built_in_the_parent_process(form: str, method: str | No
 
 
 def make_with_import() -> Any:
-    """Make an environment of TorchRL by a function that imports it itself."""
     from torchrl.envs import GymEnv
 
     return GymEnv("CartPole-v1")
@@ -176,7 +166,6 @@ def test_ids_and_specs_build_environments(source: Any) -> None:
 @pytest.mark.slow
 def test_environments_are_built_with_num_sub_threads_and_have_the_same_specs() -> None:
     def make_env() -> NativeEnv:
-        """Make an environment; raise an error unless torch uses three threads."""
         if torch.get_num_threads() != 3:
             raise RuntimeError(f"{torch.get_num_threads()} threads")
         return NativeEnv(size=2)
@@ -186,18 +175,9 @@ def test_environments_are_built_with_num_sub_threads_and_have_the_same_specs() -
     env.close()
 
 
-def make_bounded(high: float) -> NativeEnv:
-    """Make an environment with a bound of its actions."""
-    env = NativeEnv()
-    env.action_spec = Bounded(-1, high, (1,))
-    return env
-
-
-@pytest.mark.parametrize(
-    "other", [functools.partial(NativeEnv, size=4), functools.partial(NativeEnv, note="a"), lambda: make_bounded(2)]
-)
-def test_environments_with_other_specs_are_refused(other: Any) -> None:
-    env = ParallelEnv(2, [NativeEnv, other])
+@pytest.mark.parametrize("options", [{"size": 4}, {"note": "a"}, {"high": 2}], ids=str)
+def test_environments_with_other_specs_are_refused(options: dict[str, Any]) -> None:
+    env = ParallelEnv(2, [NativeEnv, functools.partial(NativeEnv, **options)])
     with pytest.raises(EnvironmentOutputError, match=r"environment 1 has .* Use torchrl.envs.ParallelEnv\(num"):
         env.reset()
 
@@ -221,7 +201,6 @@ def test_texts_in_specs_may_differ() -> None:
 
 
 def make_counting_of_width(width: float) -> Counting:
-    """Make a Counting; its only argument is named width."""
     return Counting(width)
 
 
@@ -301,6 +280,9 @@ def test_verify_false_skips_the_comparison_of_copies() -> None:
     env.close()
 
 
+TWO = (2, Counting)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "text"),
     [
@@ -314,22 +296,12 @@ def test_verify_false_skips_the_comparison_of_copies() -> None:
         ((3, [Counting] * 2), {}, InvalidArgumentError, r"has length 2 for num_workers=3.*ParallelEnv\(2"),
         ((Counting,), {}, InvalidTypeError, r"no environment; num_workers is of type type\. Use ParallelEnv\(4, env\)"),
         ((np.float64(2), Counting), {}, InvalidTypeError, "num_workers=np.float64"),
-        (
-            (2, [Counting] * 2),
-            {"overrides": {"depth": 1.0}},
-            InvalidTypeError,
-            "overrides=.* is not a list of mappings",
-        ),
-        (
-            (2, Counting),
-            {"overrides": [{}]},
-            InvalidArgumentError,
-            "overrides has length 1: expected one entry for each",
-        ),
-        ((2, Counting), {"seed": -1}, InvalidArgumentError, "seed=-1"),
-        ((2, Counting), {"devices": "fastest"}, InvalidArgumentError, r"(?s)devices='fastest'.*resolve\("),
-        ((2, Counting), {"devices": [3, 4]}, InvalidArgumentError, r"(?s)devices=.*resolve\("),
-        ((2, Counting), {"mp_start_method": "telepathy"}, InvalidArgumentError, "telepathy"),
+        (TWO, {"overrides": {"depth": 1.0}}, InvalidTypeError, "overrides=.* is not a list of mappings"),
+        (TWO, {"overrides": [{}]}, InvalidArgumentError, "overrides has length 1: expected one entry for each"),
+        (TWO, {"seed": -1}, InvalidArgumentError, "seed=-1"),
+        (TWO, {"devices": "fastest"}, InvalidArgumentError, r"(?s)devices='fastest'.*resolve\("),
+        (TWO, {"devices": [3, 4]}, InvalidArgumentError, r"(?s)devices=.*resolve\("),
+        (TWO, {"mp_start_method": "telepathy"}, InvalidArgumentError, "telepathy"),
     ],
 )
 def test_invalid_arguments_are_rejected(arguments: Any, options: Any, error: type[Exception], text: str) -> None:
@@ -340,63 +312,40 @@ def test_invalid_arguments_are_rejected(arguments: Any, options: Any, error: typ
 # -- environments of other libraries
 
 
-def make_knights() -> Any:
-    """Make a parallel environment of PettingZoo, or skip the test."""
-    return pytest.importorskip("pettingzoo.butterfly.knights_archers_zombies_v11").parallel_env()
-
-
-def make_dm_cartpole() -> Any:
-    """Make a CartPole of dm_control, or skip the test."""
-    return pytest.importorskip("dm_control.suite").load("cartpole", "balance")
-
-
 @slow
 @pytest.mark.parametrize(
     ("make", "shape", "copied"),
     [
         (lambda: gymnasium.vector.SyncVectorEnv([Counting] * 3), (2, 3, 3), False),
-        (make_knights, (2, 3), True),
-        (make_dm_cartpole, (2, 3), True),
+        (lambda: pytest.importorskip("pettingzoo.butterfly.knights_archers_zombies_v11").parallel_env(), (2, 3), True),
+        (lambda: pytest.importorskip("dm_control.suite").load("cartpole", "balance"), (2, 3), True),
     ],
 )
 def test_environments_of_other_libraries_run_in_workers(make: Any, shape: tuple[int, ...], copied: bool) -> None:
     env = ParallelEnv(2, make() if copied else make)
     rollout = env.rollout(3)
     assert rollout.shape == shape
-    assert make is not make_dm_cartpole or not torch.equal(rollout["position"][0], rollout["position"][1])
+    assert "position" not in rollout or not torch.equal(rollout["position"][0], rollout["position"][1])
     env.close()
 
 
-def set_spec(env: Any) -> None:
-    """Set a spec by hand."""
-    env.reward_spec = Bounded(0, 1, (1,))
-
-
-def set_attribute(env: Any) -> None:
-    """Set an attribute that wrappers of TorchRL do not have."""
-    env.extra = 3
-
-
-def replace_method(env: Any) -> None:
-    """Replace the method that reads observations."""
-    env.read_obs = read_ones
-
-
-def read_ones(observation: Any) -> dict[str, Any]:
-    """Return ones in place of an observation of Counting."""
-    return {"observation": torch.ones(3)}
+CHANGES: dict[str, Any] = {
+    "reward_spec": Bounded(0, 1, (1,)),
+    "extra": 3,  # wrappers of TorchRL have no such attribute
+    "read_obs": lambda observation: {"observation": torch.ones(3)},
+}
 
 
 @pytest.mark.sample(quick=1, ci=3)
-@pytest.mark.parametrize("change", [set_spec, set_attribute, replace_method])
-def test_changes_of_wrappers_are_kept(change: Any) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_wrappers_are_kept(name: str) -> None:
     def make() -> UpstreamGymWrapper:
         env = UpstreamGymWrapper(Counting())
-        change(env)
+        setattr(env, name, CHANGES[name])
         return env
 
     expected, env = make(), ParallelEnv(2, make)
     assert env.reward_spec == expected.reward_spec.expand(2, 1)
     assert (env.reset()["observation"][:, [0, 2]] == expected.reset()["observation"][[0, 2]]).all()
-    assert change is not set_attribute or list(env.extra) == [3, 3]
+    assert name != "extra" or list(env.extra) == [3, 3]
     env.close()

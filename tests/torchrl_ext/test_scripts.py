@@ -1,5 +1,3 @@
-"""Tests of users' scripts: without a guard, with their own classes, and interrupted."""
-
 from __future__ import annotations
 
 import json
@@ -11,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests import programs
+from tests.programs import ROOT
 from tests.ray_scripts import MARK, wait_for_marked_processes
-from tests.torchrl_ext.parallel_checks import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +57,6 @@ PRINTED = [8, 8, 7, 7, 1, 9, 9, 9, 9]
 
 
 def start_script(folder: Path, text: str) -> programs.Program:
-    """Write a script to a folder, and start it in a new session."""
     (folder / "script.py").write_text(text)
     own = {"PYTHONPATH": f"{ROOT}:{ROOT / 'shared'}", "TORCHINDUCTOR_CACHE_DIR": str(folder), MARK: str(folder)}
     environ = {**os.environ, **own}
@@ -83,14 +80,11 @@ def test_classes_and_ids_of_a_script_without_guard_reach_workers(tmp_path: Path)
     assert [float(line.split()[1]) for line in out.splitlines()] == [2 * size for size in PRINTED]
 
 
-ENDS = (
-    OWN
-    + """
+ENDS = f"""{OWN}
 env = ParallelEnv(2, Own)
 env.reset()
 open("running", "w").close()
 """
-)
 
 
 def test_scripts_without_close_exit_cleanly(tmp_path: Path) -> None:

@@ -81,6 +81,14 @@ def assert_same_samples(ours: Any, theirs: Any, seed: int) -> None:
         assert torch.equal(info[key], part), key
 
 
+def make_pair(storage: Callable[[], Any], batch_size: int, **options: Any) -> list[Any]:
+    """Make buffers with torchrl_ext's sampler and with TorchRL's."""
+    return [
+        ReplayBuffer(storage=storage(), sampler=sampler(**options), batch_size=batch_size)
+        for sampler in (SliceSampler, torchrl.data.SliceSampler)
+    ]
+
+
 class SameAsTorchRL(RuleBasedStateMachine):
     """Machine that makes the same calls of buffers with torchrl_ext's sampler and with TorchRL's."""
 
@@ -96,48 +104,37 @@ class SameAsTorchRL(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
     )
     def make_buffers(self, storage: Any, size: int, source: str, seed: int, **options: Any) -> None:
-        """Make both buffers with these options, and add first steps."""
         self.steps, self.size, self.n_samples = Steps(seed), size, 0
         options.update(SOURCES[source])
-        self.buffers = [
-            ReplayBuffer(storage=storage(size), sampler=sampler(**options), batch_size=8)
-            for sampler in (SliceSampler, torchrl.data.SliceSampler)
-        ]
+        self.buffers = make_pair(partial(storage, size), 8, **options)
         self.extend(2, lazy=False)
 
     def call_both(self, use: Callable[[Any], Any]) -> None:
-        """Call a function with both buffers."""
         for buffer in self.buffers:
             use(buffer)
 
     @rule(n=st.integers(1, 45), lazy=st.booleans())
     def extend(self, n: int, lazy: bool) -> None:
-        """Add steps in one TensorDict, or in a lazy stack of one per step."""
         data = self.steps.collect(min(n, self.size))
         self.call_both(lambda buffer: buffer.extend(lazy_stack(list(data.clone().unbind(0))) if lazy else data.clone()))
 
     @rule()
     def add(self) -> None:
-        """Add one step."""
         data = self.steps.collect(1)[0]
         self.call_both(lambda buffer: buffer.add(data.clone()))
 
     @rule()
     def sample(self) -> None:
-        """Compare a sample of each buffer."""
         self.n_samples += 1
         assert_same_samples(*self.buffers, seed=self.n_samples)
 
     @precondition(lambda self: len(self.buffers[0]) > 0)
     @rule(place=st.integers(0, 100), way=st.sampled_from(["index", "set_at_", "storage", "view"]))
     def overwrite(self, place: int, way: str) -> None:
-        """Replace one step in the middle."""
         data, at = self.steps.collect(1), torch.tensor([place % len(self.buffers[0])])
         if way == "storage" and len(self.buffers[0]) < self.size:
             way = "index"  # TorchRL counts the element as added, and samples uninitialized memory
-
-        def write(buffer: Any) -> None:
-            """Write to one buffer."""
+        for buffer in self.buffers:
             if way == "index":
                 buffer[at] = data.clone()
             elif way == "set_at_":
@@ -149,32 +146,23 @@ class SameAsTorchRL(RuleBasedStateMachine):
                 buffer[:]["episode"][at] = data["episode"]
                 buffer[:]["next", "done"][at] = data["next", "done"]
 
-        self.call_both(write)
-
     @rule()
     def empty(self) -> None:
-        """Drop all steps, and add new ones."""
         self.call_both(lambda buffer: buffer.empty())
         self.extend(2, lazy=False)
 
     @rule(how=st.sampled_from(["state", "files"]))
     def load(self, how: str) -> None:
-        """Load the state of each buffer into itself."""
-
-        def load(buffer: Any) -> None:
-            """Load the state of one buffer."""
+        for buffer in self.buffers:
             if how == "state":
                 buffer.load_state_dict(copy.deepcopy(buffer.state_dict()))
-                return
+                continue
             with tempfile.TemporaryDirectory() as folder:
                 buffer.dumps(folder)
                 buffer.loads(folder)
 
-        self.call_both(load)
-
     @rule()
     def replace_by_copy(self) -> None:
-        """Continue with a pickled copy of each buffer's sampler."""
         self.call_both(lambda buffer: buffer.set_sampler(pickle.loads(pickle.dumps(buffer.sampler))))
 
 
@@ -189,7 +177,6 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     original = torchrl.data.SliceSampler._find_start_stop_traj
 
     def find(self: Any, **options: Any) -> Any:
-        """Record a call, and pass it on."""
         found.append(None)
         return original(self, **options)
 
@@ -234,17 +221,11 @@ def test_additions_do_not_read_all_elements_again(source: str, storage: str, tmp
     assert len(scans) <= n_before + 1
 
 
-def make_pair(storage: Callable[[], Any], batch_size: int, **options: Any) -> list[Any]:
-    """Make buffers with torchrl_ext's sampler and with TorchRL's, both with cached values."""
-    options.update(traj_key="episode", cache_values=True)
-    return [
-        ReplayBuffer(storage=storage(), sampler=sampler(**options), batch_size=batch_size)
-        for sampler in (SliceSampler, torchrl.data.SliceSampler)
-    ]
+CACHED = {"traj_key": "episode", "cache_values": True}
 
 
 def test_max_bytes_returns_the_samples_of_torchrl() -> None:
-    buffers = make_pair(lambda: FrameStorage(10_000, max_bytes=60_000), 50, slice_len=5)
+    buffers = make_pair(lambda: FrameStorage(10_000, max_bytes=60_000), 50, slice_len=5, **CACHED)
     videos = Videos(1, end=0.01)
     for seed in range(25):
         rows = videos.collect(30).reshape(-1)
@@ -257,7 +238,7 @@ def test_max_bytes_returns_the_samples_of_torchrl() -> None:
 
 def test_writes_of_another_buffer_are_seen() -> None:
     storage, steps = LazyTensorStorage(50), Steps(1)
-    ours, theirs = make_pair(lambda: storage, 9, slice_len=3, strict_length=False)
+    ours, theirs = make_pair(lambda: storage, 9, slice_len=3, strict_length=False, **CACHED)
     other = ReplayBuffer(storage=storage)
     # TorchRL counts what both buffers write twice, and therefore samples places that contain no elements yet.
     ours.extend(steps.collect(50))
@@ -267,20 +248,15 @@ def test_writes_of_another_buffer_are_seen() -> None:
         assert_same_samples(ours, theirs, seed)
 
 
-def _extend_once(buffer: Any, data: Any) -> None:
-    """Add data in a process of its own."""
-    buffer.extend(data)
-
-
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("storage", [FrameStorage, LazyTensorStorage])
 def test_writes_of_another_process_are_seen(storage: Any) -> None:
-    options = {"slice_len": 3, "traj_key": "episode", "cache_values": True, "strict_length": False}
+    options = {"slice_len": 3, "strict_length": False, **CACHED}
     steps = Steps(1)
     buffer = ReplayBuffer(storage=storage(50), sampler=SliceSampler(**options), batch_size=9, shared=True)
     buffer.extend(steps.collect(10))
     buffer.sample()
-    process = multiprocessing.get_context("spawn").Process(target=_extend_once, args=(buffer, steps.collect(15)))
+    process = multiprocessing.get_context("spawn").Process(target=buffer.extend, args=(steps.collect(15),))
     process.start()
     process.join(120)
     assert process.exitcode == 0
@@ -294,11 +270,7 @@ def test_sampler_arguments_dispatch_as_in_torchrl() -> None:
     assert type(SliceSampler(slice_len=2, replacement=False)) is SliceSamplerWithoutReplacement
     static = {"ends": torch.tensor([False, True, False, True]), "trajectories": torch.tensor([0, 0, 1, 1])}
     for name, values in static.items():
-        options = {"slice_len": 2, "cache_values": True, name: values}
-        buffers = [
-            ReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler(**options), batch_size=8)
-            for sampler in (SliceSampler, torchrl.data.SliceSampler)
-        ]
+        buffers = make_pair(lambda: LazyTensorStorage(4), 8, slice_len=2, cache_values=True, **{name: values})
         for buffer in buffers:
             buffer.storage.set(range(4), Steps(0).collect(4))
         assert_same_samples(*buffers, seed=0)
@@ -322,7 +294,6 @@ def test_only_sampled_images_are_decoded_and_once(sampler: str, monkeypatch: pyt
     original = FrameColumn.decode
 
     def decode(self: Any, numbers: torch.Tensor, keys: list[Any], **options: Any) -> Any:
-        """Record the number of images, and pass the call on."""
         decoded.append(numbers.numel() * len(keys))
         return original(self, numbers, keys, **options)
 

@@ -20,7 +20,6 @@ from torchrl_ext import GymWrapper
 
 
 def make_box(shape: tuple[int, ...], dtype: Any, bounds: tuple[float, float]) -> spaces.Box:
-    """Make a Box, whose bounds may be infinite if its dtype is that of floats."""
     low, high = {"u": (0, 255), "b": (0, 1), "i": (-5, 5), "f": bounds}[np.dtype(dtype).kind]
     return spaces.Box(low, high, shape, dtype)
 
@@ -46,9 +45,7 @@ leaves = st.one_of(boxes, choices, st.sampled_from([3, (2, 3)]).map(spaces.Multi
 def make_strategy(*keys: str) -> st.SearchStrategy[Any]:
     """Return the strategy of all spaces, with these keys of Dicts."""
     dicts = st.recursive(
-        leaves,
-        lambda parts: st.dictionaries(st.sampled_from(keys), parts, min_size=1).map(spaces.Dict),
-        max_leaves=5,
+        leaves, lambda parts: st.dictionaries(st.sampled_from(keys), parts, min_size=1).map(spaces.Dict), max_leaves=5
     )
     return st.one_of(dicts, st.lists(discretes, min_size=2, max_size=3).map(spaces.Tuple))
 

@@ -1,5 +1,3 @@
-"""Tests of specs: spaces of any library, finite samples, bounds, options and devices."""
-
 from __future__ import annotations
 
 import copy
@@ -87,8 +85,6 @@ def test_registered_space_conversions_are_used() -> None:
     from torchrl.envs.libs.gym import _conversion_registry, register_gym_spec_conversion
 
     class AngleSpace(spaces.Space[Any]):
-        """Space that TorchRL cannot convert without a registered function."""
-
         def sample(self, mask: Any = None, probability: Any = None) -> Any:
             return np.float32(0.5)
 
@@ -109,8 +105,6 @@ def test_registered_space_conversions_are_used() -> None:
 
 
 class Minimal:
-    """Environment with only the required attributes and methods."""
-
     observation_space = ForeignBox(-INF, INF, (2,), np.float32)
     action_space = SimpleNamespace(n=3)
 
@@ -270,13 +264,8 @@ def test_batches_with_batched_spaces_only_match_upstream(name: str, by: str) -> 
     for spec in ("full_observation_spec", "full_action_spec", "full_done_spec"):
         assert getattr(ours, spec) == getattr(theirs, spec)
     assert ours.reward_spec.shape == (4, 1)
-    rollouts = []
-    for env in (ours, theirs):
-        torch.manual_seed(0)
-        rollouts.append(env.rollout(5, break_when_any_done=False))
-    found, expected = rollouts
-    for key in found.exclude("next").keys(True, True):
-        assert torch.equal(found[key], expected[key]), key
+    found, expected = (seeded_rollout(env, 5).exclude("next") for env in (ours, theirs))
+    assert_same(found, expected)
     for action, other in zip(ours._env.received, theirs._env.received, strict=True):
         np.testing.assert_array_equal(action, other)
 
@@ -293,8 +282,6 @@ def test_error_about_a_wrong_env_type_names_the_right_one() -> None:
 
 def test_device_attribute_of_a_numpy_environment_is_ignored() -> None:
     class HasDevice(Walk):
-        """NumPy environment with a device for its own network."""
-
         device = torch.device("cpu")
 
     assert_same(seeded_rollout(GymWrapper(HasDevice()), 9), seeded_rollout(upstream.GymWrapper(Walk()), 9))
@@ -422,7 +409,6 @@ class Board(gymnasium.Env[Any, Any]):
         self.observation_space = spaces.Dict(observation=box(*shape), action_mask=mask)
 
     def observe(self) -> Any:
-        """Return the places that are taken, and a mask of the free ones."""
         return {"observation": self.taken.astype(np.float32), "action_mask": ~self.taken}
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:

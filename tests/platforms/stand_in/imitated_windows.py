@@ -42,7 +42,6 @@ def lock_byte(descriptor: int, at: int) -> None:
 
 
 def unlock_byte(descriptor: int, at: int) -> None:
-    """Unlock a byte of a file."""
     _lockf(descriptor, _free, 1, at)
 
 
@@ -63,7 +62,6 @@ class Job:
         self._pid = pid
 
     def end(self) -> None:
-        """Kill all processes of the group."""
         for kill in (_kill_group, _kill):
             with contextlib.suppress(ProcessLookupError):
                 kill(self._pid, _KILL)

@@ -66,7 +66,6 @@ def _hide_modules() -> None:
     plain_import, plain_find = builtins.__import__, importlib.util.find_spec
 
     def import_one(name: str, globals: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Import a module, or raise the error of a missing one."""
         if name in _MODULES_OF_POSIX and (globals or {}).get("__name__", "").partition(".")[0] in _PROJECT_PACKAGES:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return plain_import(name, globals, *args, **kwargs)
@@ -92,7 +91,6 @@ def _is_called_by_project() -> bool:
 
 
 def _root_package(frame: types.FrameType) -> str:
-    """Return the top-level package of the code in a frame."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
@@ -100,10 +98,7 @@ def _hide_proc() -> None:
     """Make ``/proc`` look missing to this project."""
 
     def refusing_proc(function: Any) -> Any:
-        """Return a file function that finds no path in ``/proc``."""
-
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            """Raise FileNotFoundError if this project passes a path in ``/proc``."""
             if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith("/proc") and _is_called_by_project():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
             return function(path, *args, **kwargs)
@@ -134,10 +129,7 @@ def _protect_files_in_use() -> None:
     """Make calls that delete, replace or shorten a file in use fail, as on Windows."""
 
     def refusing_files_in_use(function: Any, which: tuple[int, ...]) -> Any:
-        """Return a function that rejects arguments that are files in use."""
-
         def call(*args: Any, **kwargs: Any) -> Any:
-            """Raise PermissionError if an argument is a file in use."""
             if _root_package(sys._getframe(1)) == "multiprocessing":  # it uses no such files on Windows
                 return function(*args, **kwargs)
             for path in (args[i] for i in which if i < len(args)):
@@ -156,7 +148,6 @@ def _protect_files_in_use() -> None:
     os.rename, plain = refusing_files_in_use(os.rename, (0, 1)), os.rename
 
     def rename(source: Any, target: Any, **kwargs: Any) -> None:
-        """Rename a file, but raise FileExistsError if the target exists."""
         if os.path.exists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target))
         os_rename(source, target, **kwargs)
@@ -166,7 +157,6 @@ def _protect_files_in_use() -> None:
     ftruncate = os.ftruncate
 
     def ftruncate_unless_mapped(descriptor: int, length: int) -> None:
-        """Truncate a file, but raise OSError if the removed part is mapped."""
         file = os.fstat(descriptor)
         if length < file.st_size and _in_use(file, mapped_only=True):
             raise OSError(errno.EINVAL, "the file is mapped (as on Windows)")

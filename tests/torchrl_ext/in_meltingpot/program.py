@@ -20,17 +20,14 @@ def seeds(processes: list[int]) -> list[list[int]]:
 
 
 def count_own_simulators() -> int:
-    """Count the simulators that this process has built."""
     return len(seeds([os.getpid()])[0])
 
 
 def workers_of(envs: Any) -> list[int]:
-    """Return the process ids of an environment's workers."""
     return [process.pid for process in envs._pool.processes]
 
 
 def all_differ(frames: Any) -> bool:
-    """Return whether no two of these images are equal."""
     return all(bool((one != other).any()) for at, one in enumerate(frames) for other in frames[:at])
 
 
