@@ -168,6 +168,27 @@ def test_folder_cannot_be_shared(context: Any, tmp_path: Path) -> None:
     buffer.storage.close()
 
 
+def _extend_with_new_key(buffer: Any) -> None:
+    """Assert that an element with a new key is refused in a process that shares the buffer."""
+    with pytest.raises(InvalidArgumentError, match=r"'late' was not among the first elements.*before processes share"):
+        buffer.extend(make_batch(1, 4).set("late", torch.ones(4)))
+    buffer.extend(make_batch(1, 4))
+
+
+@pytest.mark.slow
+def test_keys_that_other_processes_would_not_see_are_refused(context: Any) -> None:
+    buffer = _make_shared_buffer(100, 4)
+    worker = context.Process(target=_extend_with_new_key, args=(buffer,))
+    worker.start()
+    worker.join(120)
+    assert worker.exitcode == 0
+    assert len(buffer) == 8
+    texts = TensorDictReplayBuffer(storage=FrameStorage(100), shared=True)
+    texts.extend(make_batch(0, 4).set("text", ["a"] * 4))
+    with pytest.raises(NotCopyableError, match=r"contain 'text', which is not a tensor.*data.exclude\('text'\)"):
+        context.Process(target=len, args=(texts,)).start()
+
+
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("first", [1, 100])
 def test_shared_storage_contains_all_elements_of_two_processes(context: Any, first: int) -> None:

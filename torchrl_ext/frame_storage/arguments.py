@@ -195,7 +195,7 @@ def check_leaves(
     columns: list[FrameColumn],
     *,
     may_cast: bool,
-    may_add_keys: bool,
+    fixed_keys: str,
     may_lack_keys: bool,
 ) -> bool:
     """Compare elements with the stored ones; return whether the stored tensors can contain them.
@@ -204,7 +204,7 @@ def check_leaves(
     :param stored_rows: All stored elements without images.
     :param columns: Columns of the images.
     :param may_cast: Whether leaves other than images may have another dtype.
-    :param may_add_keys: Whether elements may have new keys.
+    :param fixed_keys: Why elements cannot have new keys, and what to do; empty if they can.
     :param may_lack_keys: Whether elements may lack stored keys, because the stored values are to be kept.
     :raises InvalidArgumentError: If a shape differs, or if a key is new or missing and must not be.
     :raises InvalidTypeError: If a dtype or a kind of leaf differs.
@@ -217,11 +217,8 @@ def check_leaves(
         is_known &= kind != "value"
         if column is None and stored is None:
             is_known = False
-            if not may_add_keys and kind != "tensordict":
-                raise InvalidArgumentError(
-                    f"{key!r} was not among the first elements, and the files in storage_dir have no room for it; "
-                    "nothing was stored. Use the same keys in all elements, or leave storage_dir out"
-                )
+            if fixed_keys and kind != "tensordict" and not _is_optional(key):
+                raise InvalidArgumentError(f"{key!r} was not among the first elements, {fixed_keys}")
             continue
         expected_shape, expected_kind = _describe_leaf(stored, where.stored_dims) if column is None else (None, "")
         if column is not None:
@@ -236,14 +233,21 @@ def check_leaves(
             )
     if not may_lack_keys:  # otherwise, places would keep the value of an overwritten element
         for key in {**images, **dict(list_items(stored_rows))}.keys() - items.keys():
-            # TensorDictReplayBuffer adds "index", ReplayBuffer does not. Collectors leave "_reset" in some elements.
-            if key == "index" or "_reset" in (key, key[-1]):
+            if _is_optional(key):
                 continue
             raise InvalidArgumentError(
                 f"{key!r} is missing, expected all keys of the stored elements; nothing was stored. Add it to the "
                 "data, or change some keys of stored elements with storage[index] = data"
             )
     return is_known
+
+
+def _is_optional(key: Any) -> bool:
+    """Return whether only some elements may have a key.
+
+    ``TensorDictReplayBuffer`` adds ``"index"``, ``ReplayBuffer`` does not. Collectors leave ``"_reset"`` in some.
+    """
+    return key == "index" or "_reset" in (key, key[-1])
 
 
 def _describe_leaf(value: Any, batch_dims: int) -> tuple[tuple[int, ...] | None, str]:

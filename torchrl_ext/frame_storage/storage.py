@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, is_non_tensor
 from tensordict.utils import unravel_key
 from torchrl.data import TensorStorage
 
@@ -50,7 +50,7 @@ from torchrl_ext.frame_storage.buffers import (
     set_writer_cursor,
 )
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, collect_contents, read_contents
-from torchrl_ext.frame_storage.columns import _COPY_BATCH, FrameColumn, Key, describe_image_columns
+from torchrl_ext.frame_storage.columns import _COPY_BATCH, FrameColumn, Key, describe_image_columns, list_items
 from torchrl_ext.frame_storage.folder import (
     Marks,
     check_images,
@@ -117,7 +117,7 @@ class FrameStorage(TensorStorage):
     :raises CorruptFileError: If the files in the folder are damaged.
 
     >>> import torch
-    >>> from tensordict import TensorDict
+    >>> from tensordict import TensorDict, is_non_tensor
     >>> from torchrl.data import TensorDictReplayBuffer
     >>> from torchrl_ext import FrameStorage
     >>> buffer = TensorDictReplayBuffer(storage=FrameStorage(1000), batch_size=32)
@@ -425,7 +425,7 @@ class FrameStorage(TensorStorage):
                 self._storage,
                 self._columns,
                 may_cast=may_cast,
-                may_add_keys=self._folder is None,
+                fixed_keys=self._describe_fixed_keys(),
                 may_lack_keys=not set_cursor,
             ):
                 undo = snapshot_rows(self._storage, where.cursor)
@@ -454,6 +454,20 @@ class FrameStorage(TensorStorage):
             raise
         self._mark_written(where.places)
         self._call_tables("commit")
+
+    def _describe_fixed_keys(self) -> str:
+        """Return why elements cannot have new keys, and what to do; an empty text if they can."""
+        if self._folder is not None:
+            return (
+                "and the files in storage_dir have no room for it; nothing was stored. Use the same keys in all "
+                "elements, or leave storage_dir out"
+            )
+        if self._is_shared:
+            return (
+                "and other processes would not see it; nothing was stored. Store an element with all keys before "
+                "processes share the buffer: buffer.extend(data), then buffer.empty()"
+            )
+        return ""
 
     def get(self, index: Any) -> Any:
         """Return the elements at an index. Images of an element or a slice are decoded when they are used.
@@ -655,6 +669,12 @@ class FrameStorage(TensorStorage):
                 f"a FrameStorage with {option} cannot be shared with another process. Leave {option} out, or save the "
                 "elements with storage.dumps(path)"
             )
+        for key, leaf in list_items(self._storage):
+            if is_non_tensor(leaf):
+                raise NotCopyableError(
+                    f"a FrameStorage whose elements contain {key!r}, which is not a tensor, cannot be shared with "
+                    f"another process, because it would not see changes. Leave it out: data.exclude({key!r})"
+                )
         with self.lock:
             make_kill_safe(self)
             if not self._is_shared:
