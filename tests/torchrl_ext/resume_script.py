@@ -22,7 +22,6 @@ from torchrl.envs import CatFrames, Compose, EnvBase, RewardSum, StepCounter, Tr
 from torchrl.modules import MLP, EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
-from rl_ext_core.recording import EpisodeRecorder
 from torchrl_ext import EnvironmentState, GymWrapper, ParallelEnv
 
 N_BATCHES, SAVE_EVERY, FRAMES = 24, 5, 16
@@ -30,19 +29,13 @@ N_BATCHES, SAVE_EVERY, FRAMES = 24, 5, 16
 
 def make_env() -> EnvBase:
     """Build an environment in which episodes last for about 20 steps, with transforms that have a state."""
-    env = GymWrapper(EpisodeRecorder(gymnasium.make("CartPole-v1")), categorical_action_encoding=True)
-    return TransformedEnv(env, Compose(StepCounter(), RewardSum()))
-
-
-def make_unrecorded() -> EnvBase:
-    """Build an environment for a worker, which records it."""
     env = GymWrapper(gymnasium.make("CartPole-v1"), categorical_action_encoding=True)
     return TransformedEnv(env, Compose(StepCounter(), RewardSum()))
 
 
 ENVIRONMENTS: dict[str, Any] = {
-    "single": make_env,
-    "parallel": lambda: ParallelEnv(2, make_unrecorded),
+    "single": lambda: ParallelEnv(1, make_env),
+    "parallel": lambda: ParallelEnv(2, make_env),
 }
 
 

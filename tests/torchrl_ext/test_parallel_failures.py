@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDictBase
 from torchrl.envs import RewardSum, TransformedEnv
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from tests.environments import Counting, Failing
 from tests.leaks import running_workers
 from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
+from tests.torchrl_ext.parallel_environments import NativeEnv
 from torchrl_ext import GymWrapper, ParallelEnv
 
 __all__ = ["event_log", "no_workers_left"]
@@ -111,6 +113,20 @@ def test_errors_in_the_parent_process_keep_the_workers() -> None:
     assert env.rollout(3)["observation"][0, :, 0].tolist() == [0.0, 1.0, 2.0]
     assert pids(env) == before
     env.close()
+
+
+class OtherShape(NativeEnv):
+    """``NativeEnv`` whose steps return an observation that could be broadcast to the shape of its spec."""
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return super()._step(tensordict).set("observation", torch.zeros(1))
+
+
+def test_outputs_of_another_shape_are_refused() -> None:
+    env = ParallelEnv(1, OtherShape)
+    with expect_worker_error(env) as caught:
+        env.rollout(2)
+    assert "'observation' has the shape [1]: expected [2], as in the specs" in str(caught.value)
 
 
 def test_failed_start_ends_workers_that_have_started() -> None:

@@ -368,6 +368,9 @@ def test_inputs_of_another_shape_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"'action' has the shape \[3, 2\]: expected \[3, 1\]"):
         env.step(td.clone().set("action", torch.zeros(3, 2)))
     assert (env.step(td)["next", "reward"] == td["action"]).all()
+    td["action"].requires_grad_()
+    env.step(td)
+    assert not any(place.requires_grad for place in env._leaves._places.values())  # else the graph grows with each step
     env.close()
 
 

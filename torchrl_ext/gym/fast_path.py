@@ -18,7 +18,7 @@ from torchrl.envs import EnvBase
 from rl_ext_core.errors import InvalidTypeError
 from torchrl_ext._compat import new_tensordict
 
-__all__ = ["FastStepMixin"]
+__all__ = ["FastStepMixin", "RandAction"]
 
 _FLAGS = ("done", "terminated", "truncated")
 # Methods that the fast path skips or replaces.
@@ -52,7 +52,7 @@ def _raise_override_error(cls: type, name: str) -> None:
     )
 
 
-class _RandAction:
+class RandAction:
     """Descriptor of ``rand_action`` that is ``EnvBase.rand_action`` when read from the class.
 
     ``TransformedEnv`` refuses environments whose class overrides ``rand_action`` if a transform changes the action.
@@ -64,9 +64,10 @@ class _RandAction:
 
 def _rand_action(env: Any, tensordict: Any = None) -> TensorDictBase:
     """Draw an action from the same random numbers as :meth:`torchrl.envs.EnvBase.rand_action`."""
-    key = getattr(env.__dict__["_engine"], "action_key", None)
-    is_plain = type(tensordict) is TensorDict and not tensordict.is_locked
-    if not is_plain or type(key) is not str or _base_methods(EnvBase) != _BASE:
+    key = env.action_keys[0]
+    is_plain = type(tensordict) is TensorDict and not tensordict.is_locked and tensordict.device == env.device
+    is_plain = is_plain and tensordict.batch_size == env.batch_size and len(env.action_keys) == 1 and type(key) is str
+    if not is_plain or _base_methods(EnvBase) != _BASE:
         return EnvBase.rand_action(env, tensordict)
     # Faster than Composite.rand, which searches the disk for a package every time.
     tensordict._tensordict[key] = env.input_spec["full_action_spec"][key].rand()
@@ -151,7 +152,7 @@ class FastStepMixin(EnvBase):
             root["done"], root["terminated"], root["truncated"] = engine.make_unset_flags()
         return tensordict, new_tensordict(root, engine.batch_size, engine.device)
 
-    rand_action = _RandAction()
+    rand_action = RandAction()
 
     @classmethod
     def _complete_done(cls, done_spec: Any, data: TensorDictBase) -> TensorDictBase:
