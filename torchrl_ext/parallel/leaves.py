@@ -43,6 +43,12 @@ class Record:
         records: Any = np.ndarray(memory.shape[:-1], self._dtype, memory)
         return records["present"], {key: records[str(place)] for place, key in enumerate(self.keys)}
 
+    def read(self, memory: np.ndarray[Any, Any]) -> dict[Any, torch.Tensor]:
+        """Return the tensors that are present in a block of memory."""
+        record: Any = np.ndarray((), self._dtype, memory)
+        present = record["present"].tolist()
+        return {key: torch.from_numpy(record[str(place)]) for place, key in enumerate(self.keys) if present[place]}
+
 
 class RecordSpace(gymnasium.Space[Any]):
     """Space of the bytes of a record; spaces are compared by the specs of the environment."""
@@ -124,7 +130,7 @@ class Leaves:
 
     def write_inputs(self, tensordict: TensorDictBase) -> np.ndarray[Any, Any]:
         """Return the bytes of the inputs of several environments, in memory that the next call overwrites."""
-        get, present = find_getter(tensordict), [False]
+        get, present = find_getter(tensordict), list[bool]()
         if not self.are_flat or get("next", None) is not None:
             get = tensordict.get
         for key, place in self._places.items():
@@ -134,7 +140,7 @@ class Leaves:
                 value = value.detach()  # otherwise autograd would record all steps
                 place.copy_(value if value.shape == place.shape else _reshape(value, place.shape, key))
         if present != self._last_present:  # writing them takes longer than all the rest
-            self._present[...] = self._last_present = present
+            self._present[:, :-1] = self._last_present = present
         return self._bytes
 
 
