@@ -374,6 +374,25 @@ def test_inputs_of_another_shape_are_refused() -> None:
     env.close()
 
 
+class Nested(NativeEnv):
+    """``NativeEnv`` whose observations are nested, with a batch size of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spec = Composite(agents=Composite(place=Unbounded((3, 2)), shape=(3,)))
+
+    def _make_entries(self) -> dict[str, Any]:
+        return {"agents": TensorDict({"place": torch.rand(3, 2)}, [3])}
+
+
+def test_nested_outputs_have_the_device_of_the_environment_after_a_move() -> None:
+    env = ParallelEnv(2, Nested).to("cpu")
+    for td in (env.reset(), env.rollout(2)["next"][:, 0]):
+        assert td["agents"].batch_size == (2, 3)
+        assert td.device == td["agents"].device == torch.device("cpu")
+    env.close()
+
+
 def test_states_of_modules_in_workers_are_restored() -> None:
     env = ParallelEnv(2, make_native)
     env.rollout(4)

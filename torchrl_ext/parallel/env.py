@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 import torchrl.envs
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
-from torchrl._utils import seed_generator
 from torchrl.envs import EnvBase
 
 from rl_ext_core import resources
@@ -21,7 +20,7 @@ from rl_ext_core.vector.environments import Caller, PoolOptions, check_count, se
 from torchrl_ext._compat import has_fast_path, has_wrapper, new_tensordict
 from torchrl_ext.parallel.gym_source import GymBase, GymSource, GymWrapper
 from torchrl_ext.parallel.leaves import Key
-from torchrl_ext.parallel.plan import WorkerPlan
+from torchrl_ext.parallel.plan import WorkerPlan, derive_seeds
 from torchrl_ext.parallel.worker_env import NON_TENSOR, TENSORDICT, seed_environment
 from torchrl_ext.parallel.worker_pool import EACH, WorkerPool
 
@@ -257,13 +256,12 @@ class ParallelEnv(EnvBase):
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
         """Seed the environments as TorchRL's class does, and return the next seed."""
-        workers, seeds = range(self.num_workers), [seed]
         if self._base is None:
-            for number in workers:
+            seeds = [seed]
+            for number in range(self.num_workers):
                 seeds += self._pool.call_each("apply", [(seed_environment, seeds[-1], static_seed)], [number])
         else:
-            for _ in workers:
-                seeds.append(seeds[-1] if static_seed or seeds[-1] is None else seed_generator(seeds[-1]))
+            seeds = derive_seeds(seed, self.num_workers + 1, static=static_seed)
             self._pool.call_each("apply", [(seed_torch, own) for own in seeds[:-1]])
             self._pool.reset(seed=seeds[:-1])
         self.__dict__["_seeds"] = seeds[:-1]
@@ -327,7 +325,9 @@ class ParallelEnv(EnvBase):
         before, seeds = self.device, self._seeds
         super().to(device)
         if self.device != before:
-            if self._base is not None:
+            if self._base is None:
+                self.__dict__["_template"] = self._template.to(device)
+            else:
                 self._base.to(device)
             if seeds is not None:
                 self.set_seed(seeds[0])

@@ -33,7 +33,7 @@ from torchrl_ext.parallel.gym_source import GymSource, describe, find_gym_source
 from torchrl_ext.parallel.leaves import Leaves
 from torchrl_ext.parallel.worker_env import TensorDictEnv, seed_if_possible, split_transforms
 
-__all__ = ["WorkerPlan"]
+__all__ = ["WorkerPlan", "derive_seeds"]
 
 _log = logging.getLogger("torchrl_ext")
 
@@ -85,7 +85,8 @@ class WorkerPlan:
         self.source: Any = None
         preload: Sequence[str] = PRELOAD
         for item in {id(item): item for item in sources}.values():
-            found, own = _find_source_of_instance(item), _overrides_of(item, sources, overrides)
+            found = find_gym_source(item.instance if isinstance(item, EnvFactory) else item)
+            own = _overrides_of(item, sources, overrides)
             # Workers get the gymnasium environment inside, so that unpickling it does not import TorchRL.
             unwrap = found is not None and self.source in (None, found)
             factory = self._convert(item, found, unwrap, verify)
@@ -112,7 +113,8 @@ class WorkerPlan:
         else:
             self.leaves = Leaves(self.source.specs, self.source.env_str.partition("(")[0])
         self.spaces: tuple[Any, Any] = (self.source if self.is_gymnasium else self.leaves).spaces
-        self.seeds = _worker_seeds(seed, num_workers)  # for_workers() has checked the seed
+        # for_workers() has checked the seed
+        self.seeds = None if seed is None else derive_seeds(int(seed), num_workers)
         self.factories = [factories[index].then(last, preload=preload) for index in range(num_workers)]
 
     def _convert(self, item: Any, found: Any, unwrap: bool, verify: bool) -> EnvFactory[Any]:
@@ -168,13 +170,6 @@ class WorkerPlan:
         return pool
 
 
-def _find_source_of_instance(item: Any) -> GymSource | None:
-    """Return the source of an instance, or of the one in a factory; None for others, and if TorchRL has to step it."""
-    item = item.instance if isinstance(item, EnvFactory) else item
-    is_instance = not isinstance(item, type) and all(callable(getattr(item, name, None)) for name in ("reset", "step"))
-    return find_gym_source(item) if is_instance else None
-
-
 def _per_worker(kwargs: Any, number: int) -> list[Mapping[str, Any]]:
     """Return the arguments of each worker's environment."""
     entries = [kwargs] * number if isinstance(kwargs, Mapping) else list(kwargs)
@@ -195,10 +190,8 @@ def _overrides_of(item: Any, sources: list[Any], overrides: Any) -> Any:
 
 def _refuse_wrapper_options(factories: Sequence[EnvFactory[Any]]) -> None:
     """Refuse overrides of options of TorchRL's wrapper in an instance, which has made its specs from them."""
-    changed = [factory for factory in factories if factory.overrides]
-    if not changed or not isinstance(wrapper := split_transforms(factories[0].instance)[1], UpstreamGymWrapper):
-        return
-    for factory in changed:
+    wrapper = split_transforms(factories[0].instance)[1]
+    for factory in factories if isinstance(wrapper, UpstreamGymWrapper) else ():
         if refused := sorted(vars(wrapper).keys() & factory.overrides):
             raise InvalidArgumentError(
                 f"overrides={dict(factory.overrides)!r} set {refused[0]} of {type(wrapper).__name__}: expected "
@@ -207,11 +200,9 @@ def _refuse_wrapper_options(factories: Sequence[EnvFactory[Any]]) -> None:
             )
 
 
-def _worker_seeds(seed: int | None, count: int) -> list[int] | None:
-    """Return the seeds of workers, as TorchRL's ``set_seed`` derives them."""
-    if seed is None:
-        return None
-    seeds = [int(seed)]
+def derive_seeds(seed: int | None, count: int, *, static: bool = False) -> list[Any]:
+    """Return the seeds of environments, as TorchRL's ``set_seed`` derives them from each other."""
+    seeds = [seed]
     while len(seeds) < count:
-        seeds.append(seed_generator(seeds[-1]))
+        seeds.append(seed if static or seed is None else seed_generator(seeds[-1]))
     return seeds
