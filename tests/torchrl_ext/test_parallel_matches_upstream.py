@@ -385,11 +385,14 @@ class Nested(NativeEnv):
         return {"agents": TensorDict({"place": torch.rand(3, 2)}, [3])}
 
 
-def test_nested_outputs_have_the_device_of_the_environment_after_a_move() -> None:
-    env = ParallelEnv(2, Nested).to("cpu")
-    for td in (env.reset(), env.rollout(2)["next"][:, 0]):
-        assert td["agents"].batch_size == (2, 3)
-        assert td.device == td["agents"].device == torch.device("cpu")
+def test_nested_outputs_have_the_device_of_the_environment() -> None:
+    env = ParallelEnv(2, Nested)
+    for device in (None, torch.device("cpu")):
+        env = env if device is None else env.to(device)
+        reset = env._reset()  # EnvBase.reset and step set the device
+        for td in (reset, env._step(env.rand_action(reset))):
+            assert td["agents"].batch_size == (2, 3)
+            assert td.device == td["agents"].device == device
     env.close()
 
 

@@ -138,7 +138,8 @@ class ParallelEnv(EnvBase):
         read, written = specs["input_spec"].to(self._device), specs["output_spec"].to(self._device)
         leaves.allocate_inputs(count)
         zeros = [written[f"full_{name}_spec"].zero() for name in ("observation", "reward", "done")]
-        template = functools.reduce(TensorDictBase.update, zeros)
+        template = functools.reduce(TensorDictBase.update, zeros).clear_device_()
+        template = template if self._device is None else template.to(self._device)
         own.update(_input_spec=read, _output_spec=written, _leaves=leaves, _template=template, _memory=None)
         own["_others"] = [None] * count  # last entries of each environment that are not tensors
 
