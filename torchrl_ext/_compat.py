@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
 import tensordict
 import torch
 import torchrl
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data import TensorStorage
 from torchrl.data.replay_buffers import samplers
 from torchrl.envs import EnvBase
@@ -24,6 +24,7 @@ from torchrl.envs.libs.gym import GymWrapper
 
 __all__ = [
     "BaseStepMixin",
+    "find_getter",
     "has_fast_path",
     "has_slice_sampler",
     "has_wrapper",
@@ -131,6 +132,11 @@ def new_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torc
     return TensorDict(entries, batch_size=batch_size, device=device)
 
 
+def find_getter(tensordict: TensorDictBase) -> Callable[..., Any]:
+    """Return the function that returns an entry, or a default."""
+    return tensordict.get
+
+
 if _has_all_names(TensorDict, _TENSORDICT_NAMES, _SLOW_STEPS):
     _new = TensorDict._new_unsafe
 
@@ -139,6 +145,10 @@ if _has_all_names(TensorDict, _TENSORDICT_NAMES, _SLOW_STEPS):
         made = _new(entries, batch_size=batch_size)
         made._device = device  # passing it as an argument takes longer than everything else
         return made
+
+    def find_getter(tensordict: TensorDictBase) -> Callable[..., Any]:
+        """Return the function that returns an entry whose key is a string, or a default."""
+        return tensordict._tensordict.get if type(tensordict) is TensorDict else tensordict.get
 
 
 def is_sampler(frame: types.FrameType) -> bool:

@@ -50,7 +50,8 @@ def save_storage(
     """
     storage._require_open()
     with storage.lock:  # other threads and processes could add
-        space = infer_observation_space(storage) if observation_space is None else observation_space
+        keys = find_observation_keys(storage)
+        space = _infer_space(_observations(storage.get(0), keys)) if observation_space is None else observation_space
         episodes = read_storage_episodes(storage, space, action_space)
         return write_dataset(target, episodes, space, action_space, data_format=data_format)
 
@@ -61,7 +62,7 @@ def read_storage_episodes(
     """Yield the episodes of a storage, from the oldest element to the newest.
 
     :param storage: Storage of one dimension
-    :param observation_space: Space of the observations, see :func:`infer_observation_space`
+    :param observation_space: Space of the observations
     :param action_space: Space of the actions
     :raises InvalidArgumentError: If actions, rewards or observations do not have the shapes that the spaces require.
     """
@@ -99,21 +100,13 @@ def find_observation_keys(storage: TensorStorage) -> list[str]:
     return keys
 
 
-def infer_observation_space(storage: TensorStorage) -> spaces.Space[Any]:
-    """Return a space that contains the observations of a storage.
-
-    Images have bounds of 0 and 255, and floats have none. It is a Dict unless there is a single key.
-
-    :raises InvalidArgumentError: If the storage is empty, or its elements are not steps.
-    """
-    keys = find_observation_keys(storage)
-    element = storage.get(0)
-    parts = {key: _infer_space(element.get(key)) for key in keys}
-    return parts[keys[0]] if len(keys) == 1 else spaces.Dict(parts)
+def _observations(elements: Any, keys: list[str]) -> Any:
+    """Return the observations of elements, as a TensorDict if there are several keys."""
+    return elements.get(keys[0]) if len(keys) == 1 else elements.select(*keys, strict=True)
 
 
 def _infer_space(leaf: Any) -> spaces.Space[Any]:
-    """Return a space for one observation, or for a TensorDict of them."""
+    """Return a space for one observation, or for a TensorDict of them. Images have bounds, and floats have none."""
     if isinstance(leaf, TensorDict):
         return spaces.Dict({key: _infer_space(value) for key, value in leaf.items()})
     dtype = leaf.cpu().numpy().dtype
@@ -134,10 +127,7 @@ def _as_steps(
     terminated = following.get("terminated", None)
     terminations = done if terminated is None else _as_column("terminated", terminated).astype(bool)
     observations, next_observations = (
-        _as_arrays(
-            observation_space, part.get(keys[0]) if len(keys) == 1 else part.select(*keys, strict=True), "observations"
-        )
-        for part in (elements, following)
+        _as_arrays(observation_space, _observations(part, keys), "observations") for part in (elements, following)
     )
     actions = _as_arrays(action_space, elements.get("action"), "actions")
     rewards = _as_column("reward", following.get("reward"))

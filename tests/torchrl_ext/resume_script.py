@@ -22,21 +22,21 @@ from torchrl.envs import CatFrames, Compose, EnvBase, RewardSum, StepCounter, Tr
 from torchrl.modules import MLP, EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
-from rl_ext_core.recording import EpisodeRecorder
 from torchrl_ext import EnvironmentState, GymWrapper, ParallelEnv
 
 N_BATCHES, SAVE_EVERY, FRAMES = 24, 5, 16
 
 
-def make_env(*, recorded: bool = False) -> EnvBase:
+def make_env() -> EnvBase:
     """Build an environment in which episodes last for about 20 steps, with transforms that have a state."""
-    env = gymnasium.make("CartPole-v1")
-    wrapped = GymWrapper(EpisodeRecorder(env) if recorded else env, categorical_action_encoding=True)
-    return TransformedEnv(wrapped, Compose(StepCounter(), RewardSum()))
+    env = GymWrapper(gymnasium.make("CartPole-v1"), categorical_action_encoding=True)
+    return TransformedEnv(env, Compose(StepCounter(), RewardSum()))
 
 
-# Workers record their environments themselves.
-ENVIRONMENTS: dict[str, Any] = {"single": lambda: make_env(recorded=True), "parallel": lambda: ParallelEnv(2, make_env)}
+ENVIRONMENTS: dict[str, Any] = {
+    "single": lambda: ParallelEnv(1, make_env),
+    "parallel": lambda: ParallelEnv(2, make_env),
+}
 
 
 def train(folder: Path, kind: str, kill_at: int) -> None:

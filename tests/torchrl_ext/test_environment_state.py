@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,20 @@ def test_killed_runs_continue_with_the_same_weights(kind: str, tmp_path: Path) -
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(weights[1][name])), name
 
 
-def make_recorded(env: Any = None) -> GymWrapper:
-    return GymWrapper(EpisodeRecorder(Counting() if env is None else env))
+def make_recorded(env: Any = None, count: int = 1) -> ParallelEnv:
+    """Build recorded environments."""
+    return ParallelEnv(count, Counting() if env is None else env, verify=False)
 
 
-def make_counting() -> GymWrapper:
-    """Build an environment for a worker, which records it."""
-    return GymWrapper(Counting())
+@pytest.fixture(autouse=True)
+def close_environments(no_workers_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the environments of a test."""
+    made: list[ParallelEnv] = []
+    connect = ParallelEnv._connect
+    monkeypatch.setattr(ParallelEnv, "_connect", lambda env, plan: (made.append(env), connect(env, plan)))
+    yield
+    for env in made:
+        env.close(raise_if_closed=False)
 
 
 class Noise(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -69,6 +77,7 @@ class Noise(gymnasium.Wrapper[Any, Any, Any, Any]):
         lambda: TransformedEnv(GymEnv("CartPole-v1")),
         lambda: ParallelEnv(2, NativeEnv, recorder=False),
         lambda: SerialEnv(2, make_recorded),
+        lambda: GymWrapper(EpisodeRecorder(Counting())),
         object,
     ],
 )
@@ -83,7 +92,6 @@ def test_environments_in_workers_that_are_not_recorded_are_refused() -> None:
     with pytest.raises(InvalidTypeError, match="the episodes of NativeEnv are not recorded"):
         EnvironmentState(env).state_dict()
     env.reset()  # the workers continue
-    env.close()
 
 
 def test_environments_that_are_not_deterministic_are_refused() -> None:
@@ -95,7 +103,9 @@ def test_environments_that_are_not_deterministic_are_refused() -> None:
 
 
 def test_environments_without_a_record_are_refused() -> None:
-    state = EnvironmentState(make_recorded()).state_dict()
+    env = make_recorded()
+    env.start()
+    state = EnvironmentState(env).state_dict()
     with pytest.raises(InvalidArgumentError, match="environment 0 has no complete record of its episode"):
         EnvironmentState(make_recorded()).load_state_dict(state)
 
@@ -112,9 +122,8 @@ def make_transformed(*transforms: Any) -> TransformedEnv:
 
 
 BUILDS: dict[str, Any] = {
-    "single": make_recorded,
-    "one worker": lambda: ParallelEnv(1, make_counting),
-    "two workers": lambda: ParallelEnv(2, make_counting),
+    "one worker": make_recorded,
+    "two workers": lambda: make_recorded(count=2),
     "steps": lambda: make_transformed(StepCounter()),
     "steps and sums": lambda: make_transformed(StepCounter(), RewardSum()),
     "noise": lambda: make_recorded(Noise(Counting())),
@@ -124,11 +133,10 @@ BUILDS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "other_name", "match"),
     [
-        ("single", "two workers", r"is ParallelEnv\(2, .*: expected a single environment"),
         ("one worker", "two workers", r"Env\(2, .*: expected ParallelEnv\(1, "),
-        ("single", "steps", r"transforms is Compose\(StepCounter\): expected empty"),
+        ("one worker", "steps", r"transforms is Compose\(StepCounter\): expected empty"),
         ("steps and sums", "steps", r"is Compose\(StepCounter\): expected Compose\(StepCounter, RewardSum\)"),
-        ("noise", "single", "is GymWrapper of Counting: expected GymWrapper of Noise of "),
+        ("noise", "one worker", "is GymWrapper of Counting: expected GymWrapper of Noise of "),
     ],
 )
 def test_states_of_environments_that_were_built_otherwise_are_refused(name: str, other_name: str, match: str) -> None:
@@ -138,8 +146,6 @@ def test_states_of_environments_that_were_built_otherwise_are_refused(name: str,
     with pytest.raises(InvalidArgumentError, match=match):
         EnvironmentState(other).load_state_dict(EnvironmentState(env).state_dict())
     assert other.step(before["next"].set("action", before["action"]))["next", "observation"][..., 0].eq(4).all()
-    env.close()
-    other.close()
 
 
 def test_buffers_of_transforms_that_the_first_reset_creates() -> None:
@@ -147,7 +153,7 @@ def test_buffers_of_transforms_that_the_first_reset_creates() -> None:
         return make_transformed(CatFrames(n_frames, -1, in_keys=["observation"]))
 
     env, other = make(3), make(3)
-    last = env.rollout(3)[-1]
+    last = env.rollout(3)[:, -1]
     state = EnvironmentState(env).state_dict()
     EnvironmentState(other).load_state_dict(state)
     found, expected = (each.step(last.clone())["next"] for each in (other, env))
@@ -165,12 +171,10 @@ def test_state_of_a_collector_is_refused_by_other_sources() -> None:
 
 
 def test_environments_in_workers_that_were_not_reset() -> None:
-    envs = [ParallelEnv(1, make_counting) for _ in range(2)]
+    envs = [make_recorded() for _ in range(2)]
     with pytest.raises(InvalidArgumentError, match=r"ParallelEnv are closed, or were not reset: .* Call env.reset\(\)"):
         EnvironmentState(envs[0]).state_dict()
     last = envs[0].rollout(3)[:, -1]
     EnvironmentState(envs[1]).load_state_dict(EnvironmentState(envs[0]).state_dict())  # which starts the workers
     found, expected = (env.step(last.clone())["next"] for env in envs)
     assert (found == expected).all()
-    for env in envs:
-        env.close()

@@ -18,6 +18,7 @@ import cloudpickle
 import gymnasium
 import pytest
 import torch
+from tensordict import TensorDictBase
 from torchrl.envs import GymEnv, RewardSum, TransformedEnv
 from torchrl.envs import ParallelEnv as Upstream
 
@@ -25,6 +26,7 @@ from rl_ext_core.errors import InvalidArgumentError, NotCopyableError, WorkerErr
 from tests.environments import Counting, Failing, count_events
 from tests.interrupts import interrupt_at
 from tests.leaks import running_workers
+from tests.torchrl_ext.parallel_environments import NativeEnv
 from torchrl_ext import GymWrapper, ParallelEnv
 
 pytestmark = pytest.mark.usefixtures("no_workers_left")
@@ -59,14 +61,14 @@ def test_pickling_closes_the_environment_and_the_copy_starts_new_workers(source:
     assert torch.equal(found[:, 0], before[:, 0])
 
 
-@pytest.mark.sample(quick=1, ci=2)
-@pytest.mark.parametrize("how", ["Ctrl-C", "raise", "hang"])
+@pytest.mark.sample(quick=1, ci=1)
+@pytest.mark.parametrize("how", ["raise", "hang"])
 def test_environments_are_closed_when_another_one_fails(how: str, event_log: Path) -> None:
-    fault = {"when": "step", "how": f"interrupt {os.getpid()}" if how == "Ctrl-C" else how}
+    fault = {"when": "step", "how": how}
     env = ParallelEnv(3, Failing, create_env_kwargs=[{}, fault, {}], step_timeout=3 if how == "hang" else None)
     env.reset()
     before = count_events("closed", in_this_process=False)
-    with pytest.raises(KeyboardInterrupt if how == "Ctrl-C" else WorkerError):
+    with pytest.raises(WorkerError):
         env.rollout(5)
     assert count_events("closed", in_this_process=False) - before == 3
 
@@ -130,14 +132,15 @@ CODE_PATHS = ("/torchrl_ext/parallel/", "/rl_ext_core/processes/", "/rl_ext_core
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("every", [151, pytest.param(17, marks=pytest.mark.exhaustive)])
 def test_ctrl_c_at_any_line_leaves_a_usable_environment(call: str, every: int, in_torchrl: bool) -> None:
-    """After the interrupt, the next call works or its error names ``reset``."""
+    """After the interrupt, the next call works or its error names ``reset``. The workers continue, except in close."""
     env = ParallelEnv(2, transformed(Failing()) if in_torchrl else Failing)
     env.reset()
     at = 1
     while where := interrupt_at(functools.partial(CALLS[call], env), at, code_paths=CODE_PATHS):
+        assert call == "close" or not env.is_closed, where
         # A step of a closed environment would start workers without a reset.
         said = continue_without_reset(env, stepping=at % 2 == 1 and not env.is_closed)
-        assert said == "" or "interrupted" in said or "closed/non started" in said, where
+        assert said == "" or "interrupted" in said, where
         data = env.rollout(3, break_when_any_done=False)
         assert data["next", "observation"][..., 0].tolist() == [[1, 2, 3]] * 2, where
         assert len(running_workers()) == 2, where
@@ -149,7 +152,7 @@ def test_ctrl_c_at_any_line_leaves_a_usable_environment(call: str, every: int, i
 def continue_without_reset(env: ParallelEnv, *, stepping: bool) -> str:
     try:
         env.step(env.fake_tensordict()) if stepping else env.method()
-    except RuntimeError as error:
+    except InvalidArgumentError as error:
         return str(error)
     return ""
 
@@ -233,6 +236,20 @@ def test_errors_in_the_parent_process_keep_the_workers() -> None:
     assert env.rollout(3)["observation"][0, :, 0].tolist() == [0.0, 1.0, 2.0]
     assert pids(env) == before
     env.close()
+
+
+class OtherShape(NativeEnv):
+    """``NativeEnv`` whose steps return an observation that could be broadcast to the shape of its spec."""
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return super()._step(tensordict).set("observation", torch.zeros(1))
+
+
+def test_outputs_of_another_shape_are_refused() -> None:
+    env = ParallelEnv(1, OtherShape)
+    with expect_worker_error(env) as caught:
+        env.rollout(2)
+    assert "'observation' has the shape [1]: expected [2], as in the specs" in str(caught.value)
 
 
 def test_failed_start_ends_workers_that_have_started() -> None:

@@ -308,6 +308,31 @@ def test_inputs_of_another_shape_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"'action' has the shape \[3, 2\]: expected \[3, 1\]"):
         env.step(td.clone().set("action", torch.zeros(3, 2)))
     assert (env.step(td)["next", "reward"] == td["action"]).all()
+    td["action"].requires_grad_()
+    env.step(td)
+    assert not any(place.requires_grad for place in env._leaves._places.values())  # else the graph grows with each step
+    env.close()
+
+
+class Nested(NativeEnv):
+    """``NativeEnv`` whose observations are nested, with a batch size of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spec = Composite(agents=Composite(place=Unbounded((3, 2)), shape=(3,)))
+
+    def _make_entries(self) -> dict[str, Any]:
+        return {"agents": TensorDict({"place": torch.rand(3, 2)}, [3])}
+
+
+def test_nested_outputs_have_the_device_of_the_environment() -> None:
+    env = ParallelEnv(2, Nested)
+    for device in (None, torch.device("cpu")):
+        env = env if device is None else env.to(device)
+        reset = env._reset()  # EnvBase.reset and step set the device
+        for td in (reset, env._step(env.rand_action(reset))):
+            assert td["agents"].batch_size == (2, 3)
+            assert td.device == td["agents"].device == device
     env.close()
 
 

@@ -23,6 +23,7 @@ from rl_ext_core.errors import (
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.compare import run_in_subprocess
 from rl_ext_core.factory.walk import fingerprint
+from rl_ext_core.vector.environments import PoolOptions
 from tests.environments import Counting, count_events
 from tests.leaks import running_workers
 from tests.torchrl_ext.parallel_environments import NativeEnv
@@ -105,7 +106,7 @@ def make_with_import() -> Any:
     ("source", "is_needed"), [(lambda: make_with_import(), True), (make_with_import, True), (Counting, False)]
 )
 def test_torchrl_is_imported_once_for_workers_that_need_it(source: Any, is_needed: bool) -> None:
-    plan = WorkerPlan(source, 2)
+    plan = WorkerPlan(source, 2, PoolOptions())
     assert plan.is_gymnasium
     assert ("torchrl_ext" in plan.factories[0].preload) == is_needed
 

@@ -18,7 +18,7 @@ from torchrl.envs import EnvBase
 from rl_ext_core.errors import InvalidTypeError
 from torchrl_ext._compat import new_tensordict
 
-__all__ = ["FastStepMixin"]
+__all__ = ["FastStepMixin", "RandAction"]
 
 _FLAGS = ("done", "terminated", "truncated")
 # Methods that the fast path skips or replaces.
@@ -29,9 +29,6 @@ _READERS = {"read_action", "read_done", "read_obs", "read_reward"}
 _REPLACEABLE = _STEPS | _READERS
 _TRANSFORMS = {"_output_transform", "_reset_output_transform"}
 _methods_of = attrgetter(*sorted(_REPLACEABLE))
-# This package overrides these methods, so a replacement in TorchRL's class has to be detected there.
-_base_methods = attrgetter("step", "step_and_maybe_reset", "rand_action", "_step_proc_data")
-_BASE = _base_methods(EnvBase)
 
 
 def _find_override(cls: type, names: set[str]) -> str | None:
@@ -52,7 +49,7 @@ def _raise_override_error(cls: type, name: str) -> None:
     )
 
 
-class _RandAction:
+class RandAction:
     """Descriptor of ``rand_action`` that is ``EnvBase.rand_action`` when read from the class.
 
     ``TransformedEnv`` refuses environments whose class overrides ``rand_action`` if a transform changes the action.
@@ -64,9 +61,10 @@ class _RandAction:
 
 def _rand_action(env: Any, tensordict: Any = None) -> TensorDictBase:
     """Draw an action from the same random numbers as :meth:`torchrl.envs.EnvBase.rand_action`."""
-    key = getattr(env.__dict__["_engine"], "action_key", None)
-    is_plain = type(tensordict) is TensorDict and not tensordict.is_locked
-    if not is_plain or type(key) is not str or _base_methods(EnvBase) != _BASE:
+    key = env.action_keys[0]
+    is_plain = type(tensordict) is TensorDict and not tensordict.is_locked and tensordict.device == env.device
+    is_plain = is_plain and tensordict.batch_size == env.batch_size and len(env.action_keys) == 1 and type(key) is str
+    if not is_plain:
         return EnvBase.rand_action(env, tensordict)
     # Faster than Composite.rand, which searches the disk for a package every time.
     tensordict._tensordict[key] = env.input_spec["full_action_spec"][key].rand()
@@ -108,7 +106,7 @@ class FastStepMixin(EnvBase):
             return None
         if self.info_dict_reader or self.run_type_checks or tensordict._td_dim_names is not None:
             return None
-        is_original = self._is_plain and _methods_of(type(self)) == self._methods and _base_methods(EnvBase) == _BASE
+        is_original = self._is_plain and _methods_of(type(self)) == self._methods
         return entries if is_original and own.keys().isdisjoint(_REPLACEABLE) else None
 
     def _take_step(self, entries: dict[str, Any], tensordict: TensorDictBase) -> tuple[dict[str, Any], bool]:
@@ -151,7 +149,7 @@ class FastStepMixin(EnvBase):
             root["done"], root["terminated"], root["truncated"] = engine.make_unset_flags()
         return tensordict, new_tensordict(root, engine.batch_size, engine.device)
 
-    rand_action = _RandAction()
+    rand_action = RandAction()
 
     @classmethod
     def _complete_done(cls, done_spec: Any, data: TensorDictBase) -> TensorDictBase:
@@ -166,9 +164,7 @@ class FastStepMixin(EnvBase):
     def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
         """Return the TensorDict unchanged if no type checks run; else as upstream."""
         # Shapes and flags are complete.
-        if self.run_type_checks or _base_methods(EnvBase) != _BASE:
-            return super()._step_proc_data(next_tensordict_out)
-        return next_tensordict_out
+        return super()._step_proc_data(next_tensordict_out) if self.run_type_checks else next_tensordict_out
 
 
 def _copy_entries(entries: dict[str, Any]) -> dict[str, Any] | None:

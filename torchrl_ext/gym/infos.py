@@ -119,8 +119,9 @@ def numbers_for_reader(info: Any, reader: Any, batch_size: torch.Size) -> Any:
         if value is None:
             found.pop(key, None)
         elif not _is_readable(value, text=reader.keys is not None):
+            text = " ".join(repr(info[key]).split())[:60]
             raise EnvironmentOutputError(
-                f"info {key!r} is {_short_repr(info[key])} of type {type(info[key]).__name__}; expected a number or an "
+                f"info {key!r} is {text} of type {type(info[key]).__name__}; expected a number or an "
                 f"array of numbers. {_registration_advice(info, batch_size)}"
             )
         elif tuple(value.shape[: len(batch_size)]) != tuple(batch_size):
@@ -191,9 +192,3 @@ def _registration_advice(info: dict[str, Any], batch_size: torch.Size) -> str:
         return "Use env.set_info_dict_reader(reader) with a function reader(info, tensordict) that converts it"
     reader = f"default_info_dict_reader({[*specs]}, spec={{{', '.join(specs.values())}}})"
     return f"Name the keys to read: env.auto_register_info_dict(info_dict_reader={reader})"
-
-
-def _short_repr(value: Any) -> str:
-    """Return the repr in one line, cut to 60 characters."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."

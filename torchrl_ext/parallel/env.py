@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,16 +12,15 @@ from typing import Any, NoReturn
 import torch
 import torchrl.envs
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
-from torchrl._utils import seed_generator
 from torchrl.envs import EnvBase
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
-from rl_ext_core.vector.environments import check_count, check_seconds, seed_torch
-from torchrl_ext._compat import has_wrapper, new_tensordict
+from rl_ext_core.vector.environments import Caller, PoolOptions, check_count, check_seconds, seed_torch
+from torchrl_ext._compat import has_fast_path, has_wrapper, new_tensordict
 from torchrl_ext.parallel.gym_source import GymBase, GymSource, GymWrapper
-from torchrl_ext.parallel.leaves import Leaves, Tree, build_tree, make_tree
-from torchrl_ext.parallel.plan import WorkerPlan
+from torchrl_ext.parallel.leaves import Key
+from torchrl_ext.parallel.plan import WorkerPlan, derive_seeds
 from torchrl_ext.parallel.worker_env import NON_TENSOR, TENSORDICT, seed_environment
 from torchrl_ext.parallel.worker_pool import EACH, WorkerPool
 
@@ -30,6 +31,13 @@ _WITHOUT_EFFECT = {"share_individual_td", "shared_memory", "policy_proof", "non_
 _WITHOUT_EFFECT |= {"metadata_from_workers", "consolidate", "allow_step_when_done", "auto_wrap_envs"}
 _CONTROL_KEYS = ("next", "_step", "_reset")
 _UNSUPPORTED = {"memmap": False, "pin_memory": False, "num_threads": None, "serial_for_single": False}
+_CALLER = Caller(
+    label="worker",
+    workers_argument="ParallelEnv({}, ...)",
+    close_argument="shutdown_timeout",
+    different_spaces="Use torchrl.envs.ParallelEnv(num_workers, [...]) for different ones",
+    failed_calls_end=True,
+)
 
 
 class ParallelEnv(EnvBase):
@@ -94,20 +102,24 @@ class ParallelEnv(EnvBase):
         check_seconds("start_timeout", start_timeout)
         check_seconds("step_timeout", step_timeout)
         check_seconds("shutdown_timeout", shutdown_timeout)
+        options = PoolOptions(
+            start_method=mp_start_method,
+            start_timeout=start_timeout,
+            step_timeout=step_timeout,
+            close_timeout=None if shutdown_timeout == math.inf else shutdown_timeout,
+            recorder=recorder,
+            caller=_CALLER,
+        )
         plan = WorkerPlan(
             create_env_fn,
             num_workers,
+            options,
             seed=seed,
             overrides=overrides,
             devices=devices,
             verify=verify,
-            start_method=mp_start_method,
             kwargs=create_env_kwargs,
             num_threads=num_sub_threads,
-            start_timeout=start_timeout,
-            step_timeout=step_timeout,
-            close_timeout=shutdown_timeout,
-            recorder=recorder,
         )
         super().__init__(device=device)
         self._connect(plan)
@@ -121,17 +133,17 @@ class ParallelEnv(EnvBase):
             base = GymBase(pool, plan.source, self.device)
             own.update(_base=base, _input_spec=base.input_spec.clone(), _output_spec=base.output_spec.clone())
             self.batch_size, self._device = base.batch_size, base.device
-            own["rand_action"] = lambda *args, **options: base.rand_action(*args, **options)
             return
-        first = plan.source
+        first, leaves = plan.source, plan.leaves
         self._device = first.device if self.device is None else self.device
         self.batch_size = torch.Size([count, *first.batch_size])
         specs = first.specs.expand(self.batch_size)
         read, written = specs["input_spec"].to(self._device), specs["output_spec"].to(self._device)
-        leaves, parts = Leaves.from_metadata(first), [written["full_observation_spec"], written["full_done_spec"]]
-        leaves.allocate(count)
-        trees = make_tree(parts), make_tree([*parts, written["full_reward_spec"]])
-        own.update(_input_spec=read, _output_spec=written, _leaves=leaves, _trees=trees)
+        leaves.allocate_inputs(count)
+        zeros = [written[f"full_{name}_spec"].zero() for name in ("observation", "reward", "done")]
+        template = functools.reduce(TensorDictBase.update, zeros).clear_device_()
+        template = template if self._device is None else template.to(self._device)
+        own.update(_input_spec=read, _output_spec=written, _leaves=leaves, _template=template, _memory=None)
         own["_others"] = [None] * count  # last entries of each environment that are not tensors
 
     # -- steps and resets
@@ -149,8 +161,7 @@ class ParallelEnv(EnvBase):
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Take a step and reset what is done; return this TensorDict and the next one."""
         stepper: Any = self._base if self._delegates(tensordict) else super()
-        found: tuple[TensorDictBase, TensorDictBase] = stepper.step_and_maybe_reset(tensordict)
-        return found
+        return stepper.step_and_maybe_reset(tensordict)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         step = self._step_leaves if self._base is None else self._base._step
@@ -179,7 +190,7 @@ class ParallelEnv(EnvBase):
     def _step_leaves(self, tensordict: TensorDictBase) -> TensorDictBase:
         actions = self._leaves.write_inputs(tensordict)
         observations, *_, infos = self._pool.step(actions)
-        return self._read(self._trees[1], observations, infos)
+        return self._read(observations, infos)
 
     def _step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Take a step of a plain TensorDict, with the results of TorchRL's method, which takes three times as long."""
@@ -195,12 +206,23 @@ class ParallelEnv(EnvBase):
         following = self._leaves.next_root(entries, out._tensordict)
         return tensordict, self.maybe_reset(new_tensordict(following, self.batch_size, self.device))
 
-    def _read(self, tree: Tree, observations: dict[str, Any], infos: dict[str, Any]) -> TensorDictBase:
-        """Return a TensorDict of new tensors."""
-        tensors = {leaf.key: torch.from_numpy(observations[leaf.name]) for leaf in self._leaves.outputs}
+    def _read(self, memory: Any, infos: dict[str, Any], keys: set[Key] | None = None) -> TensorDictBase:
+        """Return a TensorDict of new tensors.
+
+        :param memory: records of the outputs
+        :param keys: keys of the tensors; default: all
+        """
+        own = self.__dict__
+        if memory is not own["_memory"]:  # of new workers
+            own["_memory"], (_, own["_arrays"]) = memory, self._leaves.outputs.map(memory)
+        arrays = own["_arrays"] if keys is None else {key: own["_arrays"][key] for key in keys}
+        tensors: dict[Any, Any] = {key: torch.from_numpy(array.copy()) for key, array in arrays.items()}
         if self._device is not None and self._device.type != "cpu":
             tensors = {key: tensor.to(self._device) for key, tensor in tensors.items()}
-        out = build_tree(tree, tensors, self._device)
+        if self._leaves.are_flat:
+            return new_tensordict(tensors, self.batch_size, self._device)
+        out: TensorDictBase = self._template.select(*tensors)
+        out.update(tensors)
         if NON_TENSOR in infos:
             pairs = zip(self._others, infos[NON_TENSOR], strict=True)
             self.__dict__["_others"] = others = [before if new is None else new for before, new in pairs]
@@ -234,17 +256,16 @@ class ParallelEnv(EnvBase):
                 items = [(key, value.numpy(force=True)) for key, value in given[number].items(True, True)]
                 each[number] = {**each[number], TENSORDICT: items}
         observations, infos = self._pool.reset(options=options)
-        return self._read(self._trees[0], observations, infos)
+        return self._read(observations, infos, self._leaves.reset_keys)
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
         """Seed the environments as TorchRL's class does, and return the next seed."""
-        workers, seeds = range(self.num_workers), [seed]
         if self._base is None:
-            for number in workers:
+            seeds = [seed]
+            for number in range(self.num_workers):
                 seeds += self._pool.call_each("apply", [(seed_environment, seeds[-1], static_seed)], [number])
         else:
-            for _ in workers:
-                seeds.append(seeds[-1] if static_seed or seeds[-1] is None else seed_generator(seeds[-1]))
+            seeds = derive_seeds(seed, self.num_workers + 1, static=static_seed)
             self._pool.call_each("apply", [(seed_torch, own) for own in seeds[:-1]])
             self._pool.reset(seed=seeds[:-1])
         self.__dict__["_seeds"] = seeds[:-1]
@@ -274,7 +295,7 @@ class ParallelEnv(EnvBase):
         """
         if not self.is_closed:
             raise RuntimeError("trying to start a environment that is not closed.")
-        self._pool.run("start", lambda: None)
+        self._pool.running_pool()
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close the environments, and end the workers. The next ``reset`` starts new ones.
@@ -282,8 +303,7 @@ class ParallelEnv(EnvBase):
         :param raise_if_closed: whether closing twice is an error; closing after a worker's failure is not
         """
         pool = self._pool
-        pool.end_interrupted()
-        if pool.closed and pool.failure_summary is None and raise_if_closed:
+        if pool.closed and pool.failure is None and raise_if_closed:
             raise RuntimeError("trying to close a closed environment")
         pool.close()
 
@@ -309,7 +329,9 @@ class ParallelEnv(EnvBase):
         before, seeds = self.device, self._seeds
         super().to(device)
         if self.device != before:
-            if self._base is not None:
+            if self._base is None:
+                self.__dict__["_template"] = self._template.to(device)
+            else:
                 self._base.to(device)
             if seeds is not None:
                 self.set_seed(seeds[0])
@@ -325,7 +347,8 @@ class ParallelEnv(EnvBase):
 
     def __getstate__(self) -> dict[str, Any]:
         self.close(raise_if_closed=False)  # as in TorchRL's class; the copy starts its own workers
-        return {name: value for name, value in self.__dict__.items() if name not in ("_pool", "_base", "rand_action")}
+        of_workers = ("_pool", "_base", "_memory", "_arrays")
+        return {name: value for name, value in self.__dict__.items() if name not in of_workers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -355,9 +378,6 @@ class ParallelEnv(EnvBase):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or hasattr(type(self), name):  # private, or a property that raised AttributeError
             return super().__getattr__(name)
-        if self.is_closed:
-            self.start()
-            raise RuntimeError("Trying to access attributes of closed/non started environments. Call env.reset() first")
         return _WorkerCall(self, name)
 
     def __repr__(self) -> str:
@@ -380,11 +400,7 @@ class _WorkerCall:
         count, base, path = self._env.num_workers, self._env._base, self._path
         if base is not None and (path in vars(base) or hasattr(GymWrapper, path)):
             value = getattr(base, path)  # workers have no wrapper of TorchRL
-
-            def call() -> list[Any]:
-                return [value(*args, **kwargs) if callable(value) else value for _ in range(count)]
-
-            return list(self._env._pool.run("call", call))
+            return [value(*args, **kwargs) if callable(value) else value for _ in range(count)]
         return self._env._pool.call_each("call", [(path, args, kwargs)] * count)
 
     def __iter__(self) -> Iterator[Any]:
@@ -397,6 +413,10 @@ class _WorkerCall:
 
 
 torchrl.envs.ParallelEnv.register(ParallelEnv)
+if has_fast_path():
+    from torchrl_ext.gym.fast_path import RandAction
+
+    ParallelEnv.rand_action = RandAction()
 if has_wrapper():
     GymWrapper.make_parallel = ParallelEnv
 

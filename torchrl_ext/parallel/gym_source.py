@@ -58,7 +58,7 @@ class GymBase(GymWrapper):
 
     def __init__(self, env: Any, source: GymSource, device: torch.device | None = None) -> None:
         self.__dict__["_source_from_pixels"] = source.from_pixels
-        options = {"device": torch.device("cpu"), **source.options}
+        options = {"device": torch.device("cpu"), **source.options, "copy": True}  # the workers write to shared memory
         if device is not None:
             options["device"] = device
         super().__init__(env, env_type="numpy", **options)

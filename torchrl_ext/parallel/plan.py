@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
-import math
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torchrl._utils
 from torchrl._utils import seed_generator
 from torchrl.envs import EnvBase
 from torchrl.envs import GymWrapper as UpstreamGymWrapper
@@ -18,30 +19,23 @@ from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.factory import convert, examine_factory
+from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.environments import (
-    Caller,
     FrameSkip,
     PoolOptions,
     adapt_unless_plain,
-    check_recorder,
     limit_threads,
     read_unless_plain,
 )
+from rl_ext_core.vector.pool import Pool
 from torchrl_ext.factories import PRELOAD, adapt
 from torchrl_ext.parallel.gym_source import GymSource, describe, find_gym_source, to_worker_env
 from torchrl_ext.parallel.leaves import Leaves
 from torchrl_ext.parallel.worker_env import TensorDictEnv, seed_if_possible, split_transforms
 
-__all__ = ["WorkerPlan"]
+__all__ = ["WorkerPlan", "derive_seeds"]
 
 _log = logging.getLogger("torchrl_ext")
-_PARALLEL_ENV = Caller(
-    label="worker",
-    workers_argument="ParallelEnv({}, ...)",
-    close_argument="shutdown_timeout",
-    different_spaces="Use torchrl.envs.ParallelEnv(num_workers, [...]) for different ones",
-    failed_calls_end=True,
-)
 
 
 def to_tensordict_env(environment: Any) -> TensorDictEnv:
@@ -59,29 +53,30 @@ class WorkerPlan:
     :param num_workers: number of workers
     :param kwargs: arguments of ``source``, for all workers or per worker
     :param num_threads: number of torch threads in a worker
-    :param options: ``start_timeout``, ``step_timeout``, ``close_timeout`` and ``recorder`` of the pool
+    :param options: options of the pool
     :ivar factories: factory of each worker
     :ivar seeds: seed of each worker; None: unseeded
     :ivar source: what the workers step: a :class:`GymSource`, or the metadata of an environment of TorchRL
+    :ivar is_gymnasium: whether the workers step gymnasium environments, without TorchRL
+    :ivar leaves: inputs and outputs of an environment of TorchRL
+    :ivar spaces: observation space and action space of the environments in the pool
     """
 
     def __init__(
         self,
         source: Any,
         num_workers: int,
+        options: PoolOptions,
         *,
         seed: int | None = None,
         overrides: Sequence[Mapping[str, Any]] | None = None,
         devices: Any = None,
         verify: bool = True,
-        start_method: str | None = None,
         num_threads: int = 1,
         kwargs: Any = None,
-        **options: Any,
     ) -> None:
-        check_recorder(options.get("recorder", False))
-        self.start_method, self.num_threads, self._options = start_method, num_threads, options
-        self._private_bytes: list[int | None] = []
+        self.options, self.num_threads = options, num_threads
+        self._private_bytes = 0  # of a worker, for a warning at the first start
         if kwargs is not None:
             pairs = zip(_per_worker(kwargs, num_workers), overrides or [{}] * num_workers, strict=True)
             overrides = [{**entry, **own} for entry, own in pairs]
@@ -90,14 +85,16 @@ class WorkerPlan:
         self.source: Any = None
         preload: Sequence[str] = PRELOAD
         for item in {id(item): item for item in sources}.values():
-            found, own = _find_source_of_instance(item), _overrides_of(item, sources, overrides)
+            found = find_gym_source(item.instance if isinstance(item, EnvFactory) else item)
+            own = _overrides_of(item, sources, overrides)
             # Workers get the gymnasium environment inside, so that unpickling it does not import TorchRL.
             unwrap = found is not None and self.source in (None, found)
             factory = self._convert(item, found, unwrap, verify)
             bound = factory.for_workers(num_workers, overrides=own, seed=seed, devices=devices)
             _refuse_wrapper_options(bound)
             examination = factory.examination
-            self._private_bytes.append(None if examination is None else examination.private_bytes)
+            if examination is not None:
+                self._private_bytes = max(self._private_bytes, examination.private_bytes or 0)
             if self.source is None:  # the workers compare the others with the first one
                 if found is None and examination is not None and not bound[0].overrides:
                     found = examination.read
@@ -108,17 +105,22 @@ class WorkerPlan:
                     preload = ()
                 self.source = GymSource(found) if isinstance(found, tuple) else found
             factories |= {number: bound[number] for number, other in enumerate(sources) if other is item}
-        self.seeds = _worker_seeds(seed, num_workers)  # for_workers() has checked the seed
+        self.is_gymnasium = isinstance(self.source, GymSource)
         last: Any = to_tensordict_env
         if self.is_gymnasium:
             unwrapped = pickle.dumps(functools.partial(to_worker_env, source=self.source))
             last = functools.partial(adapt_unless_plain, adapt=unwrapped)
+        else:
+            self.leaves = Leaves(self.source.specs, self.source.env_str.partition("(")[0])
+        self.spaces: tuple[Any, Any] = (self.source if self.is_gymnasium else self.leaves).spaces
+        # for_workers() has checked the seed
+        self.seeds = None if seed is None else derive_seeds(int(seed), num_workers)
         self.factories = [factories[index].then(last, preload=preload) for index in range(num_workers)]
 
     def _convert(self, item: Any, found: Any, unwrap: bool, verify: bool) -> EnvFactory[Any]:
         """Return the factory of an environment, or of the gymnasium environment in it."""
-        options: dict[str, Any] = {"verify": verify, "start_method": self.start_method}
-        options["timeout"] = self._options.get("start_timeout")
+        start = self.options
+        options: dict[str, Any] = {"verify": verify, "start_method": start.start_method, "timeout": start.start_timeout}
         if unwrap and isinstance(item, EnvBase):
             skip, factory = item.wrapper_frame_skip, convert(item._env, **options)
             return factory if skip == 1 else factory.then(functools.partial(FrameSkip, frames=skip))
@@ -129,78 +131,43 @@ class WorkerPlan:
         found = examine_factory(
             factory,
             read=_read_source,
-            start_method=self.start_method,
+            start_method=self.options.start_method,
             # Else a second fork server would import TorchRL again, if the workers need it.
             preload=PRELOAD if any(name.startswith("torchrl") for name in factory.preload) else (),
             # Set as in the workers, because environments may read the number of threads when they are built.
             begin=functools.partial(limit_threads, None, self.num_threads),
-            timeout=self._options.get("start_timeout"),
+            timeout=self.options.start_timeout,
         )
-        self._private_bytes.append(found.private_bytes)
+        self._private_bytes = max(self._private_bytes, found.private_bytes or 0)
         return found.read
 
-    @property
-    def is_gymnasium(self) -> bool:
-        """Whether the workers step gymnasium environments, without TorchRL."""
-        return isinstance(self.source, GymSource)
-
-    @property
-    def spaces(self) -> tuple[Any, Any]:
-        """Observation space and action space of the environments in the pool."""
-        found: Any = self.source if self.is_gymnasium else Leaves.from_metadata(self.source)
-        spaces: tuple[Any, Any] = found.spaces
-        return spaces
-
-    @property
-    def records_episodes(self) -> bool:
-        """Whether the workers record the episodes of gymnasium environments."""
-        return self._options.get("recorder", False) is not False
-
-    # -- start
-
-    def options(self, step_timeout: float) -> PoolOptions:
-        """Return the options of the pool.
-
-        :param step_timeout: time limit of a call if the user has set none
-        """
-        options = {name: value for name, value in self._options.items() if name != "close_timeout"}
-        limit = self._options.get("close_timeout")
-        options["step_timeout"] = options.get("step_timeout") or step_timeout
-        return PoolOptions(
-            start_method=self.start_method,
-            close_timeout=None if limit is None or math.isinf(limit) else limit,
-            spaces=self.spaces,
-            worker_seeds=self.seeds,
-            caller=_PARALLEL_ENV,
-            initializer=None if self.is_gymnasium else functools.partial(torch.set_num_threads, self.num_threads),
-            **options,
-        )
-
-    def set_up_environments(self, pool: Any) -> None:
-        """Limit the threads of new environments, and seed them."""
-        workers = range(len(self.factories))
-        if self.is_gymnasium:
-            pool.call(workers, "apply", (limit_threads, self.num_threads))
-            if self.seeds is not None:
-                pool.begin_reset([(seed, None) for seed in self.seeds])
-                pool.wait(raise_failures=True)
-        elif self.seeds is not None:
-            pool.begin_call(workers, "apply", [(seed_if_possible, seed, False) for seed in self.seeds])
-            pool.results()
-
-    def warn_about_memory(self) -> None:
-        """Warn once if the workers will exceed the memory."""
-        sizes = [size for size in self._private_bytes if size is not None]
-        self._private_bytes = []
-        if sentence := resources.memory_warning(max(sizes, default=0), len(self.factories)):
+    def start(self) -> Pool:
+        """Start the workers, limit the threads of their environments, and seed them. Warn once if memory is short."""
+        if sentence := resources.memory_warning(self._private_bytes, len(self.factories)):
             _log.warning("%s", sentence)
-
-
-def _find_source_of_instance(item: Any) -> GymSource | None:
-    """Return the source of an instance, or of the one in a factory; None for others, and if TorchRL has to step it."""
-    item = item.instance if isinstance(item, EnvFactory) else item
-    is_instance = not isinstance(item, type) and all(callable(getattr(item, name, None)) for name in ("reset", "step"))
-    return find_gym_source(item) if is_instance else None
+        self._private_bytes = 0
+        workers, seeds = range(len(self.factories)), self.seeds
+        options = dataclasses.replace(
+            self.options,
+            step_timeout=self.options.step_timeout or torchrl._utils.BATCHED_PIPE_TIMEOUT,
+            spaces=self.spaces,
+            worker_seeds=seeds,
+            initializer=None if self.is_gymnasium else functools.partial(torch.set_num_threads, self.num_threads),
+        )
+        pool = Pool(self.factories, options, autoreset=Autoreset.DISABLED)
+        try:
+            if self.is_gymnasium:
+                pool.call(workers, "apply", (limit_threads, self.num_threads))
+            if seeds is not None and self.is_gymnasium:
+                pool.begin_reset([(seed, None) for seed in seeds])
+                pool.wait(raise_failures=True)
+            elif seeds is not None:
+                pool.begin_call(workers, "apply", [(seed_if_possible, seed, False) for seed in seeds])
+                pool.results()
+        except BaseException:
+            pool.end()
+            raise
+        return pool
 
 
 def _per_worker(kwargs: Any, number: int) -> list[Mapping[str, Any]]:
@@ -223,10 +190,8 @@ def _overrides_of(item: Any, sources: list[Any], overrides: Any) -> Any:
 
 def _refuse_wrapper_options(factories: Sequence[EnvFactory[Any]]) -> None:
     """Refuse overrides of options of TorchRL's wrapper in an instance, which has made its specs from them."""
-    changed = [factory for factory in factories if factory.overrides]
-    if not changed or not isinstance(wrapper := split_transforms(factories[0].instance)[1], UpstreamGymWrapper):
-        return
-    for factory in changed:
+    wrapper = split_transforms(factories[0].instance)[1]
+    for factory in factories if isinstance(wrapper, UpstreamGymWrapper) else ():
         if refused := sorted(vars(wrapper).keys() & factory.overrides):
             raise InvalidArgumentError(
                 f"overrides={dict(factory.overrides)!r} set {refused[0]} of {type(wrapper).__name__}: expected "
@@ -235,11 +200,9 @@ def _refuse_wrapper_options(factories: Sequence[EnvFactory[Any]]) -> None:
             )
 
 
-def _worker_seeds(seed: int | None, count: int) -> list[int] | None:
-    """Return the seeds of workers, as TorchRL's ``set_seed`` derives them."""
-    if seed is None:
-        return None
-    seeds = [int(seed)]
+def derive_seeds(seed: int | None, count: int, *, static: bool = False) -> list[Any]:
+    """Return the seeds of environments, as TorchRL's ``set_seed`` derives them from each other."""
+    seeds = [seed]
     while len(seeds) < count:
-        seeds.append(seed_generator(seeds[-1]))
+        seeds.append(seed if static or seed is None else seed_generator(seeds[-1]))
     return seeds

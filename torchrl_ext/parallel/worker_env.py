@@ -12,8 +12,9 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.libs.gym import GymWrapper
 
-from torchrl_ext._compat import has_fast_path, new_tensordict
-from torchrl_ext.parallel.leaves import Leaves
+from rl_ext_core.errors import EnvironmentOutputError
+from torchrl_ext._compat import find_getter, has_fast_path, new_tensordict
+from torchrl_ext.parallel.leaves import Key, Leaves
 
 __all__ = ["TensorDictEnv", "find_gymnasium_env", "seed_environment", "seed_if_possible", "split_transforms"]
 
@@ -40,7 +41,7 @@ def find_gymnasium_env(environment: Any) -> Any:
 
 
 class TensorDictEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Environment whose observations are the outputs of an environment of TorchRL, see :class:`Leaves`.
+    """Environment whose actions and observations are records of an environment of TorchRL, see :class:`Leaves`.
 
     As a wrapper, it contains the gymnasium environment inside, whose generators and attributes are recorded.
 
@@ -53,16 +54,15 @@ class TensorDictEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         inner = find_gymnasium_env(environment)
         super().__init__(gymnasium.Env() if inner is None else inner)
         self.environment, self.records_episodes = environment, inner is not None
-        self._leaves = Leaves(environment.specs, type(environment).__name__)
-        self.observation_space, self.action_space = self._leaves.spaces
-        self._zeros = {leaf.name: np.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves.outputs}
-        self._found: dict[str, Any] = {}
+        leaves = self._leaves = Leaves(environment.specs, type(environment).__name__)
+        self.observation_space, self.action_space = leaves.spaces
+        self._record = np.zeros(leaves.outputs.size, np.uint8)
+        self._places = leaves.outputs.map(self._record)[1]
         self._root: TensorDictBase = self._new()
-        completed, device = {*environment.reward_keys, *environment.done_keys}, environment.device
-        self._completed = {leaf.name: leaf.shape for leaf in self._leaves.outputs if leaf.key in completed}
-        self._is_plain = (
+        device = environment.device
+        self._steps_plainly = (
             has_fast_path()
-            and self._leaves.are_flat
+            and leaves.are_flat
             and (device is None or device.type == "cpu")
             and not environment.run_type_checks
             and "step" not in vars(environment)
@@ -83,49 +83,53 @@ class TensorDictEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         if (entries := options.pop(TENSORDICT, None)) is not None:
             options["tensordict"] = self._new().update({key: torch.from_numpy(value) for key, value in entries})
         self._root = self.environment.reset(**options).copy()
-        self._found = dict(self._zeros)  # without the last reward
-        return self._read(self._select(self._root)), self._read_others(self._root)
+        self._record[:] = 0  # without the last reward
+        self._write(self._select(self._root))
+        return self._record, self._others(self._root)
 
     def step(self, action: np.ndarray[Any, Any]) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step the environment.
 
         :param action: bytes of the inputs
         """
-        inputs = self._leaves.read_inputs(action)
+        inputs = self._leaves.inputs.read(action)
         root: Any = self._root  # of this object, which replaces it below
-        if self._is_plain and type(root) is TensorDict and not any(type(key) is tuple for key in inputs):
-            return self._read(self._step_plainly(root, inputs)), 0.0, False, False, {}
-        for key, value in inputs.items():
-            root.set(key, value)
-        out = self.environment.step(root)
-        following = out.get("next")
-        self._root = self.environment._step_mdp(out)
-        return self._read(self._select(following)), 0.0, False, False, self._read_others(following)
+        if self._steps_plainly and type(root) is TensorDict and all(type(key) is str for key in inputs):
+            # The results of EnvBase.step and step_mdp, which take twice as long.
+            root = new_tensordict({**root._tensordict, **inputs}, root.batch_size, root.device)
+            following = self.environment._step(root)
+            values = self._select(following)
+            if any(key not in values or values[key].shape != place.shape for key, place in self._places.items()):
+                values = self._select(self.environment._step_proc_data(following))
+            entries = self._leaves.next_root(root._tensordict, values)
+            self._root = new_tensordict(entries, root.batch_size, root.device)
+        else:
+            for key, value in inputs.items():
+                root.set(key, value)
+            out = self.environment.step(root)
+            following = out.get("next")
+            values = self._select(following)
+            self._root = self.environment._step_mdp(out)
+        self._write(values)
+        return self._record, 0.0, False, False, self._others(following)
 
-    def _step_plainly(self, root: Any, inputs: dict[Any, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Take a step without nested keys, with the results of ``EnvBase.step``, which takes twice as long."""
-        root = new_tensordict({**root._tensordict, **inputs}, root.batch_size, root.device)
-        out = self.environment._step(root)
-        values = self._select(out)
-        for name, shape in self._completed.items():
-            if name not in values or values[name].shape != shape:
-                values = self._select(self.environment._step_proc_data(out))
-                break
-        self._root = new_tensordict(self._leaves.next_root(root._tensordict, values), root.batch_size, root.device)
-        return values
+    def _select(self, tensordict: TensorDictBase) -> dict[Key, torch.Tensor]:
+        """Return the tensors of an output."""
+        get = find_getter(tensordict) if self._leaves.are_flat else tensordict.get
+        return {key: value for key in self._places if (value := get(key, None)) is not None}
 
-    def _select(self, tensordict: TensorDictBase) -> dict[str, torch.Tensor]:
-        """Return the tensors of an output, by the names of their leaves."""
-        get = tensordict.get
-        return {leaf.name: value for leaf in self._leaves.outputs if (value := get(leaf.key, None)) is not None}
+    def _write(self, values: dict[Key, torch.Tensor]) -> None:
+        """Write outputs to the record, where missing ones keep the last value."""
+        for key, value in values.items():
+            place = self._places[key]
+            if value.shape != place.shape:  # it would be broadcast
+                raise EnvironmentOutputError(
+                    f"the output {key!r} has the shape {list(value.shape)}: expected {list(place.shape)}, as in the "
+                    "specs. Give the spec the shape that reset and step return"
+                )
+            place[...] = value.numpy(force=True)  # takes less time than torch's copy_
 
-    def _read(self, values: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Return tensors as arrays. Those that are missing keep the last value."""
-        for name, value in values.items():
-            self._found[name] = value.numpy(force=True)
-        return self._found
-
-    def _read_others(self, tensordict: TensorDictBase) -> dict[str, Any]:
+    def _others(self, tensordict: TensorDictBase) -> dict[str, Any]:
         """Return entries that are not tensors, as an info."""
         keys = self._leaves.non_tensor_outputs
         return {NON_TENSOR: tensordict.select(*keys, strict=False)} if keys else {}

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
-import torchrl._utils
-from gymnasium.vector.utils import iterate
+from gymnasium.vector.utils import batch_space, iterate
 
-from rl_ext_core.errors import WorkerError
-from rl_ext_core.processes.failures import require_same_process
+from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.vector import SharedMemoryVectorEnv
-from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.pool import Pool
 from torchrl_ext.parallel.plan import WorkerPlan
 
@@ -27,108 +24,56 @@ _DISABLED = gymnasium.vector.AutoresetMode.DISABLED
 class WorkerPool(SharedMemoryVectorEnv):
     """Vectorized environment whose workers start at the first use, and again after ``close`` or a failure.
 
-    After Ctrl-C the workers are ended, because later calls would get answers of the interrupted one.
-
     :param plan: factories and options
     :ivar stepped: numbers of the environments that steps step; None: all
     """
 
-    _pool: Pool
+    _pool: Any = None
     stepped: Sequence[int] | None = None
-    failure_summary: str | None = None  # why there are no workers; None if they were closed
-    _has_open_call = False
 
     def __init__(self, plan: WorkerPlan) -> None:
-        self._plan, self.closed, self.num_envs = plan, True, len(plan.factories)
-        self.copy, self._pending, self._is_interrupted = True, "", False
+        self._plan, self.num_envs, self._pending, self._is_interrupted = plan, len(plan.factories), "", False
+        self.copy = False  # GymWrapper and ParallelEnv copy observations
         self.metadata, self.autoreset_mode = {"autoreset_mode": _DISABLED}, _DISABLED
         self.single_observation_space, self.single_action_space = plan.spaces
-        self.observation_space, self.action_space = (
-            gymnasium.vector.utils.batch_space(space, self.num_envs) for space in plan.spaces
-        )
+        self.observation_space, self.action_space = (batch_space(space, self.num_envs) for space in plan.spaces)
 
-    def start(self) -> None:
-        """Start the workers, and seed their environments."""
-        plan = self._plan
-        plan.warn_about_memory()
-        self.failure_summary = None
-        pool = Pool(plan.factories, plan.options(torchrl._utils.BATCHED_PIPE_TIMEOUT), autoreset=Autoreset.DISABLED)
-        try:
-            self._pool, self.timings, self._pending = pool, pool.timings, ""
-            plan.set_up_environments(pool)
-            self.closed = False
-        except BaseException:
-            pool.end()
-            raise
+    @property
+    def closed(self) -> bool:  # type: ignore[override]
+        """Whether there are no workers."""
+        return self._pool is None or self._pool._ended
 
-    def run(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a function that uses the workers; start them first, and end them if it is interrupted.
+    @property
+    def failure(self) -> WorkerError | None:
+        """Failure that has ended the workers; None if they run, or were closed."""
+        return None if self._pool is None else self._pool._failure
 
-        :param name: name of the operation. A ``"step"`` after a failure is refused
-        :raises WorkerError: If a worker fails. The workers have ended.
-        """
-        self.end_interrupted()
-        if not self.closed:
-            require_same_process(self._pool._owner)
-        elif name == "step" and self.failure_summary is not None:
-            raise WorkerError(
-                f"there are no workers, because {self.failure_summary}. Use reset() to start new ones", phase=name
-            )
-        self._has_open_call = True
-        try:
-            if self.closed:
-                self.start()
-            result = function(*arguments, **options)
-        except WorkerError as error:
-            self.end(str(error).partition("\n")[0].rstrip(":"))
-            raise
-        except Exception:
-            self._pending, self._has_open_call = "", False
-            raise
-        except BaseException:
-            self.end("a call was interrupted")
-            raise
-        self._has_open_call = False
-        return result
-
-    def end(self, reason: str | None) -> None:
-        """End the workers at once. Their environments are closed if they react within seconds.
-
-        :param reason: why there are no workers, for later errors
-        """
-        if hasattr(self, "_pool"):
-            self._pool.end()
-        self.failure_summary = reason or self.failure_summary
-        self.closed, self._pending, self._has_open_call = True, "", False
-
-    def end_interrupted(self) -> None:
-        """End the workers if a call was interrupted while it ended them."""
-        if self._has_open_call:
-            self.end("a call was interrupted")
+    def running_pool(self) -> Pool:
+        """Return the pool of workers, after starting them if there are none."""
+        if self.closed:
+            self._pool, self._pending = None, ""
+            self._pool = self._plan.start()
+            self.timings = self._pool.timings
+        return self._pool
 
     def close(self, timeout: float | None = None, **_: Any) -> None:
         """Close the environments, and end the workers."""
-        self.failure_summary = None
-        if self.closed:
-            return
-        self._has_open_call, reason = True, None
-        try:
-            self._pool.raise_if_ended()
-            self._pool.close(timeout)
-        except WorkerError:
-            reason = "a worker failed"
-            raise
-        finally:
-            self.end(reason)
-
-    # -- steps, resets and calls
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            try:
+                pool.raise_if_ended()
+                pool.close(timeout)
+            finally:
+                pool.end()
 
     def step(self, actions: Any) -> Any:
         """Step the environments of ``stepped``."""
-        return self.run("step", self._step, actions)
-
-    def _step(self, actions: Any) -> Any:
-        self._pool.begin_step(actions, lambda given: list(iterate(self.action_space, given)), self.stepped)
+        if self.failure is not None:
+            reason = str(self.failure).partition("\n")[0].rstrip(":")
+            raise WorkerError(f"there are no workers, because {reason}. Use reset() to start new ones", phase="step")
+        if self._pending:
+            raise InvalidArgumentError(f"the last {self._pending} was interrupted: expected a reset. Use reset()")
+        self.running_pool().begin_step(actions, lambda given: list(iterate(self.action_space, given)), self.stepped)
         self._pending = "step"
         return self.step_wait()
 
@@ -139,26 +84,19 @@ class WorkerPool(SharedMemoryVectorEnv):
         :param options: options for all environments. ``{"reset_mask": (num_envs,) bool}`` resets only some, and
             ``{EACH: [...]}`` has the options of each environment
         """
-        return self.run("reset", self._reset, seed, dict(options or {}))
-
-    def _reset(self, seed: Any, options: dict[str, Any]) -> Any:
+        options = dict(options or {})
         rows = options.pop("reset_mask", np.ones(self.num_envs, bool))
         each = options.pop(EACH, None) or [options or None] * self.num_envs
-        seeds = [None] * self.num_envs if seed is None else list(seed)
-        requests = zip(seeds, each, rows, strict=True)
-        self._pool.begin_reset([(own, arguments) if this else None for own, arguments, this in requests])
+        requests = zip(seed or [None] * self.num_envs, each, rows, strict=True)
+        self.running_pool().begin_reset([(own, arguments) if this else None for own, arguments, this in requests])
         self._pending = "reset"
         return self.reset_wait()
 
     def call_each(self, command: str, arguments: Sequence[Any], environments: Sequence[int] = ()) -> list[Any]:
         """Make a call of :data:`~rl_ext_core.vector.environments.CALLS` for all environments, or for some."""
-
-        def call() -> list[Any]:
-            self._pool.begin_call(environments or range(self.num_envs), command, arguments)
-            return self._pool.results()
-
-        found: list[Any] = self.run("call", call)
-        return found
+        pool = self.running_pool()
+        pool.begin_call(environments or range(self.num_envs), command, arguments)
+        return pool.results()
 
     @property
     def processes(self) -> list[Any]:
