@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import resource
 import sys
 import threading
 import zipfile
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from rl_ext_core.cli import main
-from rl_ext_core.errors import CorruptFileError
+from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.factory import as_factory
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder
 from rl_ext_core.recording.capsule import RecordedFailure, read_capsule, record_crash, write_capsule
@@ -440,6 +441,17 @@ def test_actions_of_a_capsule_are_read_unchanged(kind: Any, shape: tuple[int, ..
     if kind is np.array:  # environments may change an action, which must not change the others
         found[0][...] = 0
         np.testing.assert_array_equal(found[1:], actions[1:])
+
+
+def test_full_disk_leaves_no_part_of_a_capsule(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(StorageError, match="cannot be written"):
+            write_steps(tmp_path, np.random.default_rng(0).random((50, 64), np.float32))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_capsule_with_damaged_bytes(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class WorkerPool(SharedMemoryVectorEnv):
     stepped: Sequence[int] | None = None
 
     def __init__(self, plan: WorkerPlan) -> None:
-        self._plan, self.num_envs, self._pending, self._is_interrupted = plan, len(plan.factories), "", False
+        self._plan, self.num_envs, self._pending = plan, len(plan.factories), ""
         self.copy = False  # GymWrapper and ParallelEnv copy observations
         self.metadata, self.autoreset_mode = {"autoreset_mode": _DISABLED}, _DISABLED
         self.single_observation_space, self.single_action_space = plan.spaces
@@ -72,7 +72,8 @@ class WorkerPool(SharedMemoryVectorEnv):
             reason = str(self.failure).partition("\n")[0].rstrip(":")
             raise WorkerError(f"there are no workers, because {reason}. Use reset() to start new ones", phase="step")
         if self._pending:
-            raise InvalidArgumentError(f"the last {self._pending} was interrupted: expected a reset. Use reset()")
+            call = self._pending.removeprefix("interrupted ")
+            raise InvalidArgumentError(f"the last {call} was interrupted: expected a reset. Use reset()")
         self.running_pool().begin_step(actions, lambda given: list(iterate(self.action_space, given)), self.stepped)
         self._pending = "step"
         return self.step_wait()

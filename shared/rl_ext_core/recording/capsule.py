@@ -212,8 +212,12 @@ def write_capsule(
         while path.exists():
             number += 1
             path = folder / f"{name}-{number}.rlx"
-        path.write_bytes(file.getvalue())
+        with path.open("xb") as target:
+            target.write(file.getbuffer())
     except OSError as error:
+        if not isinstance(error, FileExistsError):
+            with contextlib.suppress(OSError):  # if the disk is full, there is a part of the file
+                path.unlink()
         raise StorageError(f'{where!r} cannot be written: {error}. Pass another folder: recorder="crashes"') from error
     return path
 
