@@ -163,7 +163,7 @@ def calls_of(env: Any) -> list[Callable[[], Any]]:
     if is_parallel_env(env):
         data = env.rand_action(env.reset())
         steps = [lambda: env.step(data.clone()), lambda: env.step_and_maybe_reset(data.clone())]
-        return [env.reset, *steps, lambda: env.set_seed(3), env.state_dict]
+        return [env.reset, *steps, lambda: env.set_seed(3), lambda: env.depth()]
     own = [lambda: env.env_is_wrapped(Counting)] if isinstance(env, SharedMemoryVecEnv) else [env.render]
     return [env.reset, lambda: env.step(np.zeros(3, np.int64)), lambda: env.get_attr("_count"), *own]
 

@@ -224,7 +224,7 @@ def test_only_stored_transitions_are_drawn(options: dict[str, Any]) -> None:
     assert (buffer.size() < 300) == bool(options)
     buffer.reset()
     assert buffer._tree.total == 0
-    with pytest.raises(ValueError, match="high <= 0"):
+    with pytest.raises(ValueError, match="the buffer is empty"):
         buffer.sample(4)
 
 

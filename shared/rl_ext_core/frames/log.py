@@ -495,10 +495,13 @@ class FrameLog:
     def _free_dead_segments(self) -> None:
         """Free the closed segments without live rows, the oldest ones first.
 
-        Those of a ring in files wait for older ones, because :meth:`recover` expects that no number is missing.
+        Those of a ring in files wait for older ones, because :meth:`recover` expects that no number is missing. The
+        newest file stays, because it may contain the position of an empty ring.
         """
         is_dead = (self._live == 0) & (self._table != 0)
-        if self.state[fields.END]:
+        if self.folder is not None:
+            is_dead[self._numbers_by_slot == self.state[fields.SEQUENCE]] = False
+        elif self.state[fields.END]:
             is_dead[self._open_slot] = False
         for slot in sorted(self._segments, key=lambda slot: self._segments[slot].number):
             if is_dead[slot]:

@@ -187,6 +187,16 @@ def test_folder_whose_oldest_segment_has_no_record_is_opened(tmp_path: Path) -> 
         store.close()
 
 
+def test_position_of_an_empty_folder_is_kept(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "a", 150)
+    add(store, *range(155))
+    store.drop_newest(150)
+    for _ in range(3):
+        store.close()
+        store = open_store(tmp_path / "a", 150)
+        assert (store.size, store.position) == (0, 5)
+
+
 @settings(max_examples=120 if "CI" in os.environ else 40, deadline=None)
 @given(data=st.data())
 def test_damaged_folders_are_refused_or_intact(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
