@@ -206,16 +206,12 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
         if self.copy_info_dict:
             infos = copy.deepcopy(self.infos[rows[virtual], envs[virtual]])
         rewards = self.rewards[rows, envs]
-        computed = np.asarray(
-            self.env.env_method(
-                "compute_reward", next_obs["achieved_goal"][virtual], obs["desired_goal"][virtual], infos, indices=[0]
-            )[0]
-        )
-        if computed.size != len(rewards[virtual]):
+        achieved, desired = next_obs["achieved_goal"][virtual], obs["desired_goal"][virtual]
+        computed = np.asarray(self.env.env_method("compute_reward", achieved, desired, infos, indices=[0])[0])
+        if computed.size != len(desired):
             raise InvalidArgumentError(
-                f"compute_reward() returned {computed.size} rewards for {len(rewards[virtual])} goals, expected one "
-                "per goal. Reduce only the last axis, for example: -np.linalg.norm(achieved_goal - desired_goal, "
-                "axis=-1)"
+                f"compute_reward() returned {computed.size} rewards for {len(desired)} goals, expected one per goal. "
+                "Reduce only the last axis, for example: -np.linalg.norm(achieved_goal - desired_goal, axis=-1)"
             )
         rewards[virtual] = computed.reshape(-1)
         samples: DictReplayBufferSamples = self._make_samples(rows, envs, obs, next_obs, rewards, env)

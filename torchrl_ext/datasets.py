@@ -50,10 +50,11 @@ def save_storage(
     """
     storage._require_open()
     with storage.lock:  # other threads and processes could add
-        keys = find_observation_keys(storage)
-        space = _infer_space(_observations(storage.get(0), keys)) if observation_space is None else observation_space
-        episodes = read_storage_episodes(storage, space, action_space)
-        return write_dataset(target, episodes, space, action_space, data_format=data_format)
+        if observation_space is None:
+            keys = find_observation_keys(storage)
+            observation_space = _infer_space(_observations(storage.get(0), keys))
+        episodes = read_storage_episodes(storage, observation_space, action_space)
+        return write_dataset(target, episodes, observation_space, action_space, data_format=data_format)
 
 
 def read_storage_episodes(

@@ -115,15 +115,13 @@ def is_slices(index: Any) -> bool:
 def is_view(index: Any) -> bool:
     """Return whether torch returns a view for an index, and not a copy: it has only integers, slices, ... and None."""
     parts = index if isinstance(index, tuple) else (index,)
-    return all(
-        part is None or part is ... or isinstance(part, slice) or (np.ndim(part) == 0 and _is_integer(part))
-        for part in parts
-    )
+    return all(part is None or part is ... or isinstance(part, slice) or _is_number(part) for part in parts)
 
 
-def _is_integer(part: Any) -> bool:
-    """Return whether a scalar is an integer, and not a bool."""
-    return part.dtype in _INTEGERS if isinstance(part, torch.Tensor) else type(part) is not bool
+def _is_number(part: Any) -> bool:
+    """Return whether a part of an index is a single integer, also as a tensor, and not a bool."""
+    is_integer = part.dtype in _INTEGERS if isinstance(part, torch.Tensor) else type(part) is not bool
+    return is_integer and np.ndim(part) == 0
 
 
 def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> Target:

@@ -117,7 +117,7 @@ class FrameStorage(TensorStorage):
     :raises CorruptFileError: If the files in the folder are damaged.
 
     >>> import torch
-    >>> from tensordict import TensorDict, is_non_tensor
+    >>> from tensordict import TensorDict
     >>> from torchrl.data import TensorDictReplayBuffer
     >>> from torchrl_ext import FrameStorage
     >>> buffer = TensorDictReplayBuffer(storage=FrameStorage(1000), batch_size=32)

@@ -29,6 +29,9 @@ _READERS = {"read_action", "read_done", "read_obs", "read_reward"}
 _REPLACEABLE = _STEPS | _READERS
 _TRANSFORMS = {"_output_transform", "_reset_output_transform"}
 _methods_of = attrgetter(*sorted(_REPLACEABLE))
+# This package overrides these methods, so a replacement in TorchRL's class has to be detected there.
+_base_methods = attrgetter("step", "step_and_maybe_reset", "rand_action", "_step_proc_data")
+_BASE = _base_methods(EnvBase)
 
 
 def _find_override(cls: type, names: set[str]) -> str | None:
@@ -64,7 +67,7 @@ def _rand_action(env: Any, tensordict: Any = None) -> TensorDictBase:
     key = env.action_keys[0]
     is_plain = type(tensordict) is TensorDict and not tensordict.is_locked and tensordict.device == env.device
     is_plain = is_plain and tensordict.batch_size == env.batch_size and len(env.action_keys) == 1 and type(key) is str
-    if not is_plain:
+    if not is_plain or _base_methods(EnvBase) != _BASE:
         return EnvBase.rand_action(env, tensordict)
     # Faster than Composite.rand, which searches the disk for a package every time.
     tensordict._tensordict[key] = env.input_spec["full_action_spec"][key].rand()
@@ -106,7 +109,7 @@ class FastStepMixin(EnvBase):
             return None
         if self.info_dict_reader or self.run_type_checks or tensordict._td_dim_names is not None:
             return None
-        is_original = self._is_plain and _methods_of(type(self)) == self._methods
+        is_original = self._is_plain and _methods_of(type(self)) == self._methods and _base_methods(EnvBase) == _BASE
         return entries if is_original and own.keys().isdisjoint(_REPLACEABLE) else None
 
     def _take_step(self, entries: dict[str, Any], tensordict: TensorDictBase) -> tuple[dict[str, Any], bool]:
@@ -164,7 +167,9 @@ class FastStepMixin(EnvBase):
     def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
         """Return the TensorDict unchanged if no type checks run; else as upstream."""
         # Shapes and flags are complete.
-        return super()._step_proc_data(next_tensordict_out) if self.run_type_checks else next_tensordict_out
+        if self.run_type_checks or _base_methods(EnvBase) != _BASE:
+            return super()._step_proc_data(next_tensordict_out)
+        return next_tensordict_out
 
 
 def _copy_entries(entries: dict[str, Any]) -> dict[str, Any] | None:

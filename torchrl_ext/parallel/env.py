@@ -99,9 +99,7 @@ class ParallelEnv(EnvBase):
     ) -> None:
         num_workers = _check_num_workers(num_workers, create_env_fn)
         _require_supported_options(kwargs, num_workers)
-        check_seconds("start_timeout", start_timeout)
-        check_seconds("step_timeout", step_timeout)
-        check_seconds("shutdown_timeout", shutdown_timeout)
+        check_seconds("shutdown_timeout", shutdown_timeout)  # PoolOptions has another name for it
         options = PoolOptions(
             start_method=mp_start_method,
             start_timeout=start_timeout,

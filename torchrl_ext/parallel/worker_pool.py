@@ -72,8 +72,7 @@ class WorkerPool(SharedMemoryVectorEnv):
             reason = str(self.failure).partition("\n")[0].rstrip(":")
             raise WorkerError(f"there are no workers, because {reason}. Use reset() to start new ones", phase="step")
         if self._pending:
-            call = self._pending.removeprefix("interrupted ")
-            raise InvalidArgumentError(f"the last {call} was interrupted: expected a reset. Use reset()")
+            raise InvalidArgumentError(f"the last {self._pending} was interrupted: expected a reset. Use reset()")
         self.running_pool().begin_step(actions, lambda given: list(iterate(self.action_space, given)), self.stepped)
         self._pending = "step"
         return self.step_wait()

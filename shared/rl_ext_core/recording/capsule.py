@@ -205,21 +205,30 @@ def write_capsule(
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for entry, data in entries.items():
             archive.writestr(entry, data)
-    name, number = f"crash-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{environment}", 1
-    path = folder / f"{name}.rlx"
+    name = f"crash-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{environment}"
+    target = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        while path.exists():
-            number += 1
-            path = folder / f"{name}-{number}.rlx"
-        with path.open("xb") as target:
+        target = _open_new_file(folder, name)
+        with target:
             target.write(file.getbuffer())
     except OSError as error:
-        if not isinstance(error, FileExistsError):
+        if target is not None:
             with contextlib.suppress(OSError):  # if the disk is full, there is a part of the file
-                path.unlink()
+                os.unlink(target.name)
         raise StorageError(f'{where!r} cannot be written: {error}. Pass another folder: recorder="crashes"') from error
-    return path
+    return Path(target.name)
+
+
+def _open_new_file(folder: Path, name: str) -> Any:
+    """Create a file whose name is new, also if another process writes a capsule at the same time."""
+    path, number = folder / f"{name}.rlx", 1
+    while True:
+        try:
+            return path.open("xb")
+        except FileExistsError:
+            number += 1
+            path = folder / f"{name}-{number}.rlx"
 
 
 def current_versions(modules: Any = ()) -> dict[str, str]:

@@ -224,8 +224,8 @@ class Pool:
                 )
             # What cannot be sent fails here, before any environment has its action.
             messages = [pack(("step", rows[worker.first : worker.last])) for worker in workers]
-        for worker in self.workers if environments is not None else ():
-            if worker not in workers:
+        if environments is not None:
+            for worker in set(self.workers) - set(workers):
                 worker.answer, self.arrays["flags"][worker.first] = None, SKIPPED
         try:
             for worker, message in zip(workers, messages, strict=True):

@@ -349,7 +349,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     def _wait(self, what: str, timeout: float | None) -> None:
         """Wait for the async call ``what``; raise if it is not pending or exceeds the timeout."""
         self._require_open()
-        if self._pending not in (what, f"interrupted {what}"):
+        if self._pending != what and self._pending != f"interrupted {what}":
             raise NoAsyncCallError(
                 f"Calling `{what}_wait` without any prior call to `{what}_async`. Use {what}_async(...) first", what
             )
