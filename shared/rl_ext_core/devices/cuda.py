@@ -86,7 +86,6 @@ def cuda_order(inventory: Inventory, environ: Mapping[str, str]) -> tuple[str, .
 
 
 def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
-    """Return the GPUs that CUDA shows for a mask of numbers, such as ``"0,2"``."""
     numbers: list[int] = []
     stop_reason = None
     for entry in mask.split(","):
@@ -105,7 +104,6 @@ def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
 
 
 def _bad_number_reason(entry: str) -> str:
-    """Return why CUDA stops reading a mask of numbers."""
     return f"CUDA stops reading at {entry!r}, which is not the number of a GPU"
 
 

@@ -7,7 +7,6 @@ masks, ranks and device orders that do not mean what they seem to, and container
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import re
 import shlex
@@ -17,13 +16,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from rl_ext_core.devices import apply, cuda, launchers, renderers
+from rl_ext_core.devices import cuda, launchers, renderers
 from rl_ext_core.devices.cuda import INDEX, MASK, ORDER, Machine
 from rl_ext_core.devices.decide import Request, decide_compute, decide_render
-from rl_ext_core.devices.decision import Decision
-from rl_ext_core.devices.inventory import Gpu, Inventory
+from rl_ext_core.devices.decision import Decision, find_display_conflict, find_import_conflict, is_in_force
+from rl_ext_core.devices.inventory import Inventory
 from rl_ext_core.devices.launchers import LOCAL_RANK, RANK_VARIABLES
-from rl_ext_core.devices.renderers import BACKEND, PLATFORM, PYRENDER_INDEX, EglView, Renderer, RendererFailsError
+from rl_ext_core.devices.renderers import BACKEND, PLATFORM, PYRENDER_INDEX, Renderer, RendererFailsError
 from rl_ext_core.errors import RlExtError
 
 Severity: TypeAlias = Literal["error", "warning"]
@@ -57,7 +56,7 @@ class Finding:
     value: str | None
     effect: str
     fix: str
-    severity: Literal["error", "warning"] = "error"
+    severity: Severity = "error"
 
 
 @dataclass(frozen=True)
@@ -145,9 +144,8 @@ def check_environment(
     if is_this_process and "torchrl.envs.libs.dm_control" in sys.modules and "pyrender" not in machine.versions:
         variables.pop(PYRENDER_INDEX, None)  # TorchRL sets it when it is imported
     original = situation = Situation(machine, variables, variables)
-    applied = apply.applied.variables if is_this_process and apply.applied else {}
     # A decision that was applied in this process has already set the renderers' variables.
-    decision_in_force = bool(applied) and all(variables.get(name) == value for name, value in applied.items())
+    decision_in_force = is_this_process and is_in_force(variables)
     findings: list[Finding] = []
     for stage in (
         _find_misspelled_names,
@@ -167,15 +165,9 @@ def check_environment(
 
 
 def _to_shell_line(changes: Changes) -> str:
-    """Return the shell commands that set and unset variables."""
     sets = [f"{name}={shlex.quote(value)}" for name, value in changes.items() if value is not None]
     unsets = [name for name, value in changes.items() if value is None]
     return "; ".join(" ".join([verb, *words]) for verb, words in (("export", sets), ("unset", unsets)) if words)
-
-
-def describe_gpu(gpu: Gpu) -> str:
-    """Return a GPU's name, UUID and nvidia-smi index, for a sentence."""
-    return f"{gpu.name} {gpu.uuid} (nvidia-smi {gpu.index})"
 
 
 # Names of variables
@@ -198,7 +190,7 @@ def _find_ignored_index(situation: Situation) -> Findings:
     through_egl = any(_read_backend(row, environ) == "egl" for row in rows)
     if (
         through_egl
-        and launchers.is_rank(index)
+        and launchers.parse_rank(index) is not None
         and INDEX not in environ
         and "pyrender" not in situation.inventory.versions
     ):
@@ -218,7 +210,7 @@ def _find_device_order_mistakes(situation: Situation) -> Findings:
     by_uuid = situation.environ.get(MASK, "").startswith(("GPU-", "MIG-"))
     if alike or by_uuid or value == "PCI_BUS_ID" or (by_speed and value == "FASTEST_FIRST"):
         return
-    first = f": number 0 is {describe_gpu(inventory.gpu(by_speed[0]))}" if by_speed else ", which is unknown"
+    first = f": number 0 is {inventory.gpu(by_speed[0])}" if by_speed else ", which is unknown"
     effect = f"the GPUs differ, and CUDA counts the fastest one first{first}"
     severity: Severity = "warning" if by_speed and value is None else "error"
     yield situation.finding(ORDER, effect, {ORDER: "PCI_BUS_ID"}, severity)
@@ -279,14 +271,15 @@ def _find_rank_mistakes(situation: Situation) -> Findings:
     environ, shown, name = situation.environ, situation.shown, launchers.find_rank_variable(situation.environ)
     if name is None:
         return
-    text = environ[name].strip(_QUOTES)
-    if not launchers.is_rank(environ[name]):
+    rank = launchers.parse_rank(environ[name])
+    if rank is None:
         effect = f'{environ[name]!r} is not a rank: int(os.environ["{name}"]) and resolve("auto") reject it'
-        yield situation.finding(name, effect, {name: text if launchers.is_rank(text) else None})
+        text = environ[name].strip(_QUOTES)
+        yield situation.finding(name, effect, {name: None if launchers.parse_rank(text) is None else text})
     elif shown and shown.uuids and situation.compute_decision is None:
         seen = f"torch sees {cuda.format_gpu_count(len(shown.uuids))}, counted from 0"
-        effect = f'it asks for cuda:{int(text)}, but {seen}: "CUDA error: invalid device ordinal"'
-        line = launchers.launch_command(int(text), situation)
+        effect = f'it asks for cuda:{rank}, but {seen}: "CUDA error: invalid device ordinal"'
+        line = launchers.launch_command(rank, situation)
         yield situation.finding(name, effect, line)[0], {name: "0"}
 
 
@@ -311,7 +304,7 @@ def _find_unlisted_gpu(situation: Situation) -> Findings:
         variable = _CAPABILITIES if in_container else "EGL"
         fix = _DOCKER if in_container else "apt-get install nvidia-egl-icd  # Ubuntu: libnvidia-gl-<version>"
     where = "another GPU" if others else "Mesa's CPU device, if any"
-    effect = f"EGL does not list {describe_gpu(gpu)}, which computes, so rendering uses {where}{why}"
+    effect = f"EGL does not list {gpu}, which computes, so rendering uses {where}{why}"
     yield situation.finding(variable, effect, fix, severity)
 
 
@@ -321,8 +314,6 @@ def _find_unlisted_gpu(situation: Situation) -> Findings:
 def _read_backend(renderer: Renderer, environ: Mapping[str, str]) -> str | None:
     """Return the backend of a renderer; None if it rejects the variable's value."""
     try:
-        if renderer.name in renderers.MUJOCO_NAMES:
-            renderers.mujoco_backend(environ)  # all of them import mujoco, which rejects unknown values
         return renderer.backend(environ)
     except RendererFailsError:
         return None
@@ -348,8 +339,6 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
     inventory, environ, title = situation.inventory, situation.environ, str(renderer)
     if renderer.select_egl_device is None:
         return Prediction(title, "unknown", "without a device argument, it uses the first GPU that Vulkan lists", MASK)
-    if renderer.name in renderers.MUJOCO_NAMES:
-        renderers.mujoco_backend(environ)
     switch, backend = renderer.switches[0], renderer.backend(environ)
     how = f"{switch}={environ[switch]!r}" if switch in environ else f"{switch} is not set"
     if backend == "none":
@@ -380,7 +369,7 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
         return Prediction(title, "unknown", "EGL was not queried for this inventory")
     if not inventory.egl:
         raise RendererFailsError("EGL", inventory.egl_error or "EGL lists no device")
-    device = inventory.egl[renderer.select_egl_device(environ, EglView.from_machine(situation))]
+    device = inventory.egl[renderer.select_egl_device(situation)]
     # robosuite reads the mask's first entry as EGL's own index.
     variable = MASK if renderer.checks_mask and renderer.index not in environ and MASK in environ else renderer.index
     chosen = f"={environ[variable]!r} selects" if variable in environ else " is not set, so it uses"
@@ -391,8 +380,8 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
         return Prediction(title, "gpu", f"{why}; EGL does not report its GPU", variable, device.index)
     gpu = inventory.gpu(device.uuid)
     if gpu.mig:
-        raise RendererFailsError(variable, f"{why}, {describe_gpu(gpu)}, is cut into MIG slices, which do not render")
-    return Prediction(title, "gpu", f"{why}, {describe_gpu(gpu)}", variable, device.index, device.uuid)
+        raise RendererFailsError(variable, f"{why}, {gpu}, is cut into MIG slices, which do not render")
+    return Prediction(title, "gpu", f"{why}, {gpu}", variable, device.index, device.uuid)
 
 
 def _find_rendering_mistakes(situation: Situation) -> Findings:
@@ -422,7 +411,7 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
     for (found, fix, severity), affected in grouped.items():
         effect = f"{', '.join(map(str, affected))}: {prefix}{found.why}"
         if found.where != "fails" and decision and gpu:
-            effect += f", while {decision.device}, {describe_gpu(gpu)}, computes"
+            effect += f", while {decision.device}, {gpu}, computes"
         # robosuite comes last, and a decision for it also suits the other renderers.
         fix = fix.replace('renderer="{}"', f'renderer="{affected[-1].name}"')  # values may contain braces, too
         yield situation.finding(found.variable, effect, fix, severity)
@@ -465,24 +454,8 @@ def _find_late_changes(situation: Situation, decision_in_force: bool) -> Finding
         if backend not in ("egl", "osmesa") or not any(name in environ for name in renderer.switches):
             continue
         found = predict(renderer, situation)
-        late = [*apply.import_conflicts(renderer.name, backend, "the variables ask for")]
+        late = [find_import_conflict(renderer.name, backend, "the variables ask for")]
         if found.variable in environ and found.variable not in renderer.switches and found.egl is not None:
-            late += apply.display_conflicts(renderer.name, found.egl, "the variables ask for")
-        for variable, sentence in late:
+            late.append(find_display_conflict(renderer.name, found.egl, "the variables ask for"))
+        for variable, sentence in filter(None, late):
             yield situation.finding(variable, sentence, {variable: environ.get(variable)})
-    yield from _find_ignored_device_ids(situation)
-
-
-def _find_ignored_device_ids(situation: Situation) -> Findings:
-    """Find robosuite's environments in this process whose ``render_gpu_device_id`` has no effect."""
-    environments = sys.modules.get("robosuite.environments.base")
-    name = INDEX if INDEX in situation.environ else MASK
-    index = situation.environ.get(name, "")
-    if environments is None or not index.isdigit():
-        return
-    found = (entry for entry in gc.get_objects() if issubclass(type(entry), environments.MujocoEnv))
-    asked = {vars(environment).get("render_gpu_device_id", -1) for environment in found}
-    for number in sorted(asked - {-1, int(index)}):
-        effect = f"robosuite ignores render_gpu_device_id={number}, because this variable is set"
-        line = f'resolve("auto", render="egl:{number}", renderer="robosuite").apply()'
-        yield situation.finding(name, effect, f"from rl_ext_core.devices import resolve\n{line}", "warning")

@@ -127,22 +127,21 @@ def test_rule_matches_renderer_over_all_orders_and_masks(renderer: str, select_g
     rule = renderers.find_renderer(without_version(renderer), VERSIONS[renderer])
     cases, expected = [], []
     for order, mask in orders_and_masks():
-        environ = {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}
-        view = renderers.EglView.from_machine(Machine(machine_of(order, renderer), environ))
+        environ, machine = {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}, machine_of(order, renderer)
         # Each pair is tested with two values. Unusual masks have a test of their own.
         for value in VALUES[len(cases) // 2 % 5 :: 5]:
             steering = environ if value is None else {**environ, rule.index: value}
             cases.append(case(order, steering))
-            expected.append(selected_gpu(rule, steering, view, order))
+            expected.append(selected_gpu(rule, steering, machine, order))
     assert len(cases) == 3072
     assert select_gpus(renderer, cases) == expected
 
 
 def selected_gpu(
-    rule: renderers.Renderer, environ: Mapping[str, str], view: renderers.EglView, order: Sequence[int]
+    rule: renderers.Renderer, environ: Mapping[str, str], machine: Inventory, order: Sequence[int]
 ) -> int | None:
     try:
-        return order[rule.select_egl_device(environ, view)]
+        return order[rule.select_egl_device(Machine(machine, environ))]
     except renderers.RendererFailsError:
         return None
 
@@ -168,10 +167,9 @@ def test_rule_matches_renderer_on_unusual_masks(renderer: str, lacks: str, selec
         machine = machine_of(order, renderer, 8)
         egl = tuple(dataclasses.replace(device, cuda=device.cuda and not lacks) for device in machine.egl or ())
         environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
-        view = renderers.EglView.from_machine(Machine(dataclasses.replace(machine, egl=egl), environ))
         steering = environ if value is None else {**environ, rule.index: value}
         cases.append(case(order, steering, FAKE_GPUS="8", FAKE_EGL_LACKS=lacks))
-        expected.append(selected_gpu(rule, steering, view, order))
+        expected.append(selected_gpu(rule, steering, dataclasses.replace(machine, egl=egl), order))
     assert {None, -1, 0, 1} <= set(expected)
     assert select_gpus(renderer, cases) == expected
 
@@ -242,12 +240,13 @@ def visible_to_torch(mask: str, counted: Sequence[int]) -> list[int]:
 
 CONTEXT = """
 import importlib, sys
-from rl_ext_core.devices import apply, resolve
+from rl_ext_core.devices import resolve
+from rl_ext_core.devices.decision import display_of, egl_index_of
 renderer, module, name = sys.argv[1:]
 decision = resolve("cpu", render="nvidia-smi:3", renderer=renderer)
 decision.apply()
 context = getattr(importlib.import_module(module), name)(64, 64)
-print(decision.egl.index, apply.egl_index_of(apply.display_of(renderer)))
+print(decision.egl.index, egl_index_of(display_of(renderer)))
 """
 
 

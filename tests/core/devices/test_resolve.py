@@ -206,7 +206,7 @@ REFUSED: list[Refused] = [
     expect_error(UNAVAILABLE, "GPU-0123", f'device="{uuid(0)}"', FOUR, device="GPU-0123"),
     expect_error(WRONG, "'GPU-aaaa' fits 2", f'device="{uuid(0)}"', FOUR, device="GPU-aaaa"),
     expect_error(UNAVAILABLE, "pci:ff:00.0", "pci:0000:1a", FOUR, device="pci:ff:00.0"),
-    expect_error(WRONG, "0xe8d4a51000", 'device="auto"', FOUR, device=10**12),
+    expect_error(WRONG, "cuda:1000000000000", 'device="auto"', FOUR, device=10**12),
     *(expect_error(WRONG, repr(str(asked)), 'Use device="auto"', FOUR, device=asked)
       for asked in (*("", "gpu", "CPU", "cuda:-1", "cuda: 1", "CUDA:1", "'cuda:0'", "gpu:2", "cuda:¹", "mps",
         "1"), *(torch.device("meta"), "same", "egl:0"))),
