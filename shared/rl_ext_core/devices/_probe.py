@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata, util
 from typing import Any
 
-PACKAGES = ("torch", "mujoco", "robosuite", "dm_control", "gymnasium", "pyrender", "sapien")
+PACKAGES = ("torch", "mujoco", "robosuite", "dm_control", "gymnasium", "sapien")
 ANSWER_PREFIX = "rl-ext: "
 _TIMEOUT_S = 20.0
 
@@ -239,26 +239,21 @@ def draw(name: str, display_module: str) -> dict[str, Any]:
     The renderer's display is the ``EGL_DISPLAY`` of the module ``display_module``.
     """
     try:
-        names, context = _create_context(name)
+        names = _create_context(name)
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
         missing = isinstance(error, ModuleNotFoundError)
         return {"failure": f"{type(error).__name__}: {first}", "missing": missing}
     display = getattr(sys.modules.get(display_module), "EGL_DISPLAY", None)
     index = egl_index_of(display) if display else None
-    return {"gl_renderer": names[0], "gl_vendor": names[1], "egl": index, "context": context}
+    return {"gl_renderer": names[0], "gl_vendor": names[1], "egl": index}
 
 
-def _read_gl_names() -> list[str]:
-    gl: Any = importlib.import_module("OpenGL.GL")
-    return [(gl.glGetString(name) or b"").decode() for name in (gl.GL_RENDERER, gl.GL_VENDOR)]
+_contexts: list[object] = []
 
 
-def _create_context(name: str) -> tuple[list[str], object]:
-    """Create a renderer's context; return OpenGL's names, and an object that owns the context."""
-    if name == "pyrender":
-        renderer = importlib.import_module("pyrender").OffscreenRenderer(_IMAGE_SIZE, _IMAGE_SIZE)
-        return _read_gl_names(), renderer  # its constructor makes the context current
+def _create_context(name: str) -> list[str]:
+    """Create a renderer's context, which stays until the process ends; return OpenGL's names."""
     if name == "robosuite":
         importlib.import_module("robosuite")  # it checks the variables before it imports mujoco
     mujoco: Any = importlib.import_module("mujoco")
@@ -267,12 +262,14 @@ def _create_context(name: str) -> tuple[list[str], object]:
     def draw_and_read_names() -> list[str]:
         """Create a MuJoCo context, which fails without OpenGL, and read OpenGL's names."""
         mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
-        return _read_gl_names()
+        gl: Any = importlib.import_module("OpenGL.GL")
+        return [(gl.glGetString(name) or b"").decode() for name in (gl.GL_RENDERER, gl.GL_VENDOR)]
 
     if name == "dm_control":
         context: Any = importlib.import_module("dm_control._render").Renderer(_IMAGE_SIZE, _IMAGE_SIZE)
+        _contexts.append(context)
         with context.make_current() as thread:  # dm_control renders in its own thread
-            return thread.call(draw_and_read_names), context
+            return thread.call(draw_and_read_names)  # type: ignore[no-any-return]
     if name == "robosuite":
         binding: Any = importlib.import_module("robosuite.utils.binding_utils")
         context = binding.MjRenderContextOffscreen(binding.MjSim.from_xml_string(_MODEL), -1, _IMAGE_SIZE, _IMAGE_SIZE)
@@ -283,7 +280,8 @@ def _create_context(name: str) -> tuple[list[str], object]:
     else:
         context = mujoco.GLContext(_IMAGE_SIZE, _IMAGE_SIZE)
         context.make_current()
-    return draw_and_read_names(), context
+    _contexts.append(context)
+    return draw_and_read_names()
 
 
 def main() -> None:
@@ -293,11 +291,8 @@ def main() -> None:
     if question in ("versions", "draw"):
         folder = os.path.dirname(os.path.abspath(__file__))  # its modules are not the program's
         sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
-    answer = answers[question](*arguments)
-    context = answer.pop("context", None)
-    print(f"\n{ANSWER_PREFIX}{json.dumps(answer)}", flush=True)  # noqa: T201
+    print(f"\n{ANSWER_PREFIX}{json.dumps(answers[question](*arguments))}", flush=True)  # noqa: T201
     sys.stdin.read()
-    del context
     os._exit(0)  # skip the exit handlers of drivers and libraries, whose failures are not part of the answer
 
 

@@ -76,7 +76,7 @@ def resolve(
     :param render: the device that renders: ``"none"`` (default), ``"same"`` as the one that computes,
         ``"egl:<index>"``, or one of these forms. ``"cpu"`` renders with Mesa or OSMesa
     :param renderer: the library that renders. Its rule depends on its version. One of ``"robosuite"``, ``"libero"``,
-        ``"mujoco"``, ``"gymnasium"`` (its MuJoCo environments), ``"dm_control"``, ``"pyrender"``, ``"sapien"`` and
+        ``"mujoco"``, ``"gymnasium"`` (its MuJoCo environments), ``"dm_control"``, ``"sapien"`` and
         ``"mani_skill"``. For the last two, see :attr:`Decision.render_device`
     :param pick: how ``"auto"`` chooses a GPU. ``"free-memory"`` takes the one with the most free memory. ``"rank"``
         (default) uses the first variable of ``LOCAL_RANK``, ``OMPI_COMM_WORLD_LOCAL_RANK`` and ``SLURM_LOCALID`` that
@@ -474,7 +474,7 @@ def _decide_egl_rendering(
         _check_not_mig(gpu, asked)
     who = "the CPU" if device.software else gpu.uuid if gpu else "a device that NVML does not list"
     variables = renderer.variables("egl", index, machine.environ)
-    rules = [f"rule of {renderer}: {renderer.index}={index} -> EGL device {device.index}"]
+    rules = [f"rule of {renderer}: {INDEX}={index} -> EGL device {device.index}"]
     if f",-1,{index}" in (variables.get(MASK) or ""):
         why = (
             f"robosuite asserts that {INDEX} is part of this text; CUDA stops reading at -1, so it shows the same GPUs "

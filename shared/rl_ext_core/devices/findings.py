@@ -22,7 +22,7 @@ from rl_ext_core.devices.decide import Request, decide_compute, decide_render
 from rl_ext_core.devices.decision import Decision, find_display_conflict, find_import_conflict, is_in_force
 from rl_ext_core.devices.inventory import Inventory
 from rl_ext_core.devices.launchers import LOCAL_RANK, RANK_VARIABLES
-from rl_ext_core.devices.renderers import BACKEND, PLATFORM, PYRENDER_INDEX, Renderer, RendererFailsError
+from rl_ext_core.devices.renderers import BACKEND, PLATFORM, Renderer, RendererFailsError
 from rl_ext_core.errors import RlExtError
 
 Severity: TypeAlias = Literal["error", "warning"]
@@ -32,6 +32,7 @@ _KNOWN_VARIABLES = (MASK, ORDER, BACKEND, INDEX, PLATFORM, LOCAL_RANK)
 _QUOTES = " \t\r\n'\"`[](){}<>"
 _NO_CUDA = 'torch.device("cuda") ends in "RuntimeError: No CUDA GPUs are available"'
 _NO_DISPLAY = "mujoco.FatalError: an OpenGL platform library has not been loaded into this process"
+_IGNORED_INDEX = "EGL_DEVICE_ID"
 _CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES"
 _DOCKER = f"docker run --gpus all -e {_CAPABILITIES}=all ..."
 
@@ -141,8 +142,8 @@ def check_environment(
     variables = dict(os.environ if environ is None else environ)
     machine = Inventory.current() if inventory is None else inventory
     is_this_process = environ is None and inventory is None
-    if is_this_process and "torchrl.envs.libs.dm_control" in sys.modules and "pyrender" not in machine.versions:
-        variables.pop(PYRENDER_INDEX, None)  # TorchRL sets it when it is imported
+    if is_this_process and "torchrl.envs.libs.dm_control" in sys.modules:
+        variables.pop(_IGNORED_INDEX, None)  # TorchRL sets it when it is imported
     original = situation = Situation(machine, variables, variables)
     # A decision that was applied in this process has already set the renderers' variables.
     decision_in_force = is_this_process and is_in_force(variables)
@@ -184,18 +185,12 @@ def _find_misspelled_names(situation: Situation) -> Findings:
 
 
 def _find_ignored_index(situation: Situation) -> Findings:
-    """Find EGL_DEVICE_ID, which only pyrender reads (google-deepmind/dm_control#310, #345, pytorch/rl#155)."""
-    environ, index = situation.environ, situation.environ.get(PYRENDER_INDEX, "")
-    rows = [row for row in situation.renderers if row.name in renderers.MUJOCO_NAMES]
-    through_egl = any(_read_backend(row, environ) == "egl" for row in rows)
-    if (
-        through_egl
-        and launchers.parse_rank(index) is not None
-        and INDEX not in environ
-        and "pyrender" not in situation.inventory.versions
-    ):
+    """Find EGL_DEVICE_ID, which these renderers do not read (google-deepmind/dm_control#310, #345, pytorch/rl#155)."""
+    environ, index = situation.environ, situation.environ.get(_IGNORED_INDEX, "")
+    through_egl = any(_read_backend(row, environ) == "egl" for row in situation.renderers)
+    if through_egl and INDEX not in environ and launchers.parse_rank(index) is not None:
         effect = f"MuJoCo, dm_control and robosuite ignore it and read {INDEX} instead"
-        yield situation.finding(PYRENDER_INDEX, effect, {INDEX: index})
+        yield situation.finding(_IGNORED_INDEX, effect, {INDEX: index})
 
 
 # CUDA's device order, the mask and ranks
@@ -339,21 +334,20 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
     inventory, environ, title = situation.inventory, situation.environ, str(renderer)
     if renderer.select_egl_device is None:
         return Prediction(title, "unknown", "without a device argument, it uses the first GPU that Vulkan lists", MASK)
-    switch, backend = renderer.switches[0], renderer.backend(environ)
-    how = f"{switch}={environ[switch]!r}" if switch in environ else f"{switch} is not set"
+    backend = renderer.backend(environ)
+    how = f"{BACKEND}={environ[BACKEND]!r}" if BACKEND in environ else f"{BACKEND} is not set"
     if backend == "none":
         return Prediction(title, "nothing", f"{how} turns rendering off")
     if backend == "glfw":
-        how += f": it opens a window{f', and {renderer.index} affects EGL alone' if renderer.index in environ else ''}"
+        how += f": it opens a window{f', and {INDEX} affects EGL alone' if INDEX in environ else ''}"
         if renderers.has_display(environ):
             return Prediction(title, "window", how)
-        error = f': "{_NO_DISPLAY}"' if switch == BACKEND else ""
-        raise RendererFailsError(switch, f"{how}, but there is no display{error}")
+        raise RendererFailsError(BACKEND, f'{how}, but there is no display: "{_NO_DISPLAY}"')
     # mujoco accepts the value in capitals, but PyOpenGL does not.
     if environ.get(PLATFORM, "") not in ("", backend):
         error = f'"ImportError: Cannot use {"EGL" if backend == "egl" else "OSMesa"} rendering platform"'
         error += " or \"AttributeError: module 'mujoco' has no attribute 'Renderer'\""
-        raise RendererFailsError(PLATFORM, f"it contradicts {switch}={backend}, and rendering ends in {error}")
+        raise RendererFailsError(PLATFORM, f"it contradicts {BACKEND}={backend}, and rendering ends in {error}")
     mask, index = environ.get(MASK), environ.get(INDEX)
     # `import robosuite` asserts that the index is a substring of the mask.
     if renderer.checks_mask and mask and index is not None and not (index.isdigit() and index in mask):
@@ -363,15 +357,15 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
         )
     if backend == "osmesa":
         if inventory.osmesa is False:
-            raise RendererFailsError(switch, f"{how}, but OSMesa's library is not installed")
-        return Prediction(title, "cpu", f"{how}: OSMesa", switch)
+            raise RendererFailsError(BACKEND, f"{how}, but OSMesa's library is not installed")
+        return Prediction(title, "cpu", f"{how}: OSMesa")
     if inventory.egl is None:
         return Prediction(title, "unknown", "EGL was not queried for this inventory")
     if not inventory.egl:
         raise RendererFailsError("EGL", inventory.egl_error or "EGL lists no device")
     device = inventory.egl[renderer.select_egl_device(situation)]
     # robosuite reads the mask's first entry as EGL's own index.
-    variable = MASK if renderer.checks_mask and renderer.index not in environ and MASK in environ else renderer.index
+    variable = MASK if renderer.checks_mask and INDEX not in environ and MASK in environ else INDEX
     chosen = f"={environ[variable]!r} selects" if variable in environ else " is not set, so it uses"
     why = f"{variable}{chosen} EGL device {device.index}"
     if device.software:
@@ -393,7 +387,7 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
     for renderer in situation.renderers:
         found = predict(renderer, situation)
         # A set index shows that the user wants EGL.
-        index_unused = found.where == "window" and renderer.index in situation.environ
+        index_unused = found.where == "window" and INDEX in situation.environ
         # With OSMesa, the CPU was chosen on purpose. A GPU may also render while the CPU computes.
         elsewhere = found.with_compute is False and found.egl is not None and gpu is not None
         if found.where == "fails":
@@ -401,9 +395,9 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
                 continue  # _find_unlisted_gpu() has reported it
         elif not (elsewhere or index_unused) or unlisted:
             continue
-        unset = found.variable not in situation.environ and found.variable in renderer.switches
+        unset = found.variable not in situation.environ and found.variable in (BACKEND, PLATFORM)
         # Without any variable, the program may not render at all. An index of the CPU's device may be intended.
-        harmless = unset or index_unused or (found.where == "cpu" and renderer.index in situation.environ)
+        harmless = unset or index_unused or (found.where == "cpu" and INDEX in situation.environ)
         severity: Severity = "warning" if harmless else "error"
         key = (dataclasses.replace(found, renderer=""), _find_rendering_fix(renderer, situation), severity)
         grouped.setdefault(key, []).append(renderer)
@@ -451,11 +445,11 @@ def _find_late_changes(situation: Situation, decision_in_force: bool) -> Finding
         yield situation.finding(MASK, late_mask, {MASK: environ.get(MASK)})
     for renderer in () if decision_in_force else situation.renderers:
         backend = _read_backend(renderer, environ)
-        if backend not in ("egl", "osmesa") or not any(name in environ for name in renderer.switches):
+        if backend not in ("egl", "osmesa") or not {BACKEND, PLATFORM} & environ.keys():
             continue
         found = predict(renderer, situation)
         late = [find_import_conflict(renderer.name, backend, "the variables ask for")]
-        if found.variable in environ and found.variable not in renderer.switches and found.egl is not None:
+        if found.variable in environ and found.variable not in (BACKEND, PLATFORM) and found.egl is not None:
             late.append(find_display_conflict(renderer.name, found.egl, "the variables ask for"))
         for variable, sentence in filter(None, late):
             yield situation.finding(variable, sentence, {variable: environ.get(variable)})

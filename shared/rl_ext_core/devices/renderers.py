@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from rl_ext_core.devices.inventory import EglDevice
 
 BACKEND, PLATFORM = IMPORT_TIME_VARIABLES
-PYRENDER_INDEX = "EGL_DEVICE_ID"
 MUJOCO_NAMES = ("mujoco", "gymnasium", "dm_control", "robosuite")
-NAMES = (*MUJOCO_NAMES, "pyrender", "sapien")
+NAMES = (*MUJOCO_NAMES, "sapien")
 # Suites that render with another renderer's package.
 _RENDERS_WITH = {"libero": "robosuite", "mani_skill": "sapien"}
 
@@ -59,8 +58,6 @@ class Renderer:
         ``"none"``, and raises :class:`RendererFailsError` for other values
     :param select_egl_device: function of a machine that returns the selected EGL index, or raises
         :class:`RendererFailsError`. None for a renderer that does not use EGL
-    :param switches: names of the variables that select the backend
-    :param index: name of the variable that selects the EGL device
     :param reads_at_import: attribute of a module, by module, that stores the backend when the module is imported
     :param display: module whose ``EGL_DISPLAY`` is the display of the whole process
     :param checks_mask: whether its import asserts that the index is a substring of the mask
@@ -72,8 +69,6 @@ class Renderer:
     since: int
     backend: Callable[[Mapping[str, str]], str]
     select_egl_device: Callable[[Machine], int] | None
-    switches: tuple[str, ...] = (BACKEND, PLATFORM)
-    index: str = INDEX
     reads_at_import: tuple[tuple[str, str], ...] = ()
     display: str = ""
     checks_mask: bool = False
@@ -87,7 +82,7 @@ class Renderer:
 
         The mask in ``environ`` is changed only if the import check rejects it.
         """
-        variables: dict[str, str | None] = {**dict.fromkeys(self.switches, backend), self.index: index}
+        variables: dict[str, str | None] = {BACKEND: backend, PLATFORM: backend, INDEX: index}
         mask = environ.get(MASK, "")
         shown = strip_hidden_index(mask, environ)
         checked = add_hidden_index(shown, index) if self.checks_mask and shown and index is not None else shown
@@ -132,15 +127,6 @@ def _select_mujoco_4(machine: Machine) -> int:
     if not 0 <= number < len(ordered):
         raise _out_of_range_error(INDEX, number, machine)
     return ordered[number]
-
-
-def _select_pyrender(machine: Machine) -> int:
-    """Select as pyrender 0.1 does: by EGL's own index among all devices, where -1 is the last one."""
-    number = _parse_integer(PYRENDER_INDEX, machine.environ.get(PYRENDER_INDEX, "0"))
-    count = len(machine.inventory.egl or ())
-    if not -count <= number < count:
-        raise RendererFailsError(PYRENDER_INDEX, f'rendering ends in "ValueError: Invalid device ID ({number})"')
-    return number % count
 
 
 def _reachable(machine: Machine) -> tuple[EglDevice, ...]:
@@ -235,14 +221,6 @@ def _robosuite_backend(environ: Mapping[str, str]) -> str:
     return {"osmesa": "osmesa", "glx": "glfw"}.get(environ.get(BACKEND, ""), "egl")
 
 
-def _pyrender_backend(environ: Mapping[str, str]) -> str:
-    """Return pyrender's backend. It reads PYOPENGL_PLATFORM."""
-    value = environ.get(PLATFORM)
-    if value in (None, "egl", "osmesa"):
-        return value or "glfw"  # pyglet opens a window here, which needs a display as glfw does
-    raise RendererFailsError(PLATFORM, f'rendering ends in "ValueError: Unsupported PyOpenGL platform: {value}"')
-
-
 def _normalize_backend(value: str) -> str:
     """Convert MUJOCO_GL to ``"glfw"``, ``"egl"``, ``"osmesa"`` or ``"none"``, or raise."""
     if value in _GLFW_VALUES or value == "glx":
@@ -275,8 +253,7 @@ TABLE = (
     Renderer("robosuite", "robosuite", 0, _robosuite_backend, _select_robosuite,
              reads_at_import=(("robosuite.utils.binding_utils", "_MUJOCO_GL"),),
              display="robosuite.renderers.context.egl_context", checks_mask=True),
-    Renderer("pyrender", "pyrender", 0, _pyrender_backend, _select_pyrender, (PLATFORM,), PYRENDER_INDEX),
-    Renderer("sapien", "sapien", 0, lambda environ: "vulkan", None, (), ""),
+    Renderer("sapien", "sapien", 0, lambda environ: "vulkan", None),
 )
 # fmt: on
 
@@ -343,7 +320,7 @@ def find_index_value(renderer: Renderer, target: EglDevice, machine: Machine) ->
             "Hide other devices from EGL (in a container, by NVIDIA_VISIBLE_DEVICES), or use another GPU"
         )
     raise DeviceUnavailableError(
-        f"{renderer} cannot select EGL device {target.index} by any value of {renderer.index} under "
+        f"{renderer} cannot select EGL device {target.index} by any value of {INDEX} under "
         f"{MASK}={environ.get(MASK)!r}. Set {MASK} to that GPU only"
     )
 

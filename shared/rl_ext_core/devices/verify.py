@@ -64,8 +64,7 @@ class Verification:
         """The line to type to fix the problem."""
         if self.missing:
             # gymnasium's own extra installs the packages that its viewers import.
-            package = {"gymnasium": "gymnasium[mujoco]", "pyrender": "pyrender"}.get(self.name)
-            return install_line(self.name) if package is None else f'pip install "{package}"'
+            return 'pip install "gymnasium[mujoco]"' if self.name == "gymnasium" else install_line(self.name)
         return f"rl-ext doctor --renderer {self.name}"
 
     @property

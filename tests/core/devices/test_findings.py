@@ -40,7 +40,6 @@ def shift_indices(devices: tuple[EglDevice, ...], by: int) -> tuple[EglDevice, .
 
 SOFTWARE_FIRST = dataclasses.replace(FOUR, egl=(EglDevice(0, True), *shift_indices(egl(range(4), software=False), 1)))
 _SOFTWARE = tuple(EglDevice(place, software=True) for place in range(4))
-PYRENDER = machine(4, order=(2, 3, 0, 1), versions={"pyrender": "0.1.45"}, without=RENDERERS)
 TWELVE = dataclasses.replace(machine(8), egl=_SOFTWARE + shift_indices(egl(range(8), software=False), 4))
 EGL, SCREEN = {GL: "egl"}, {"DISPLAY": ":0"}
 CONTAINER = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=all ..."
@@ -120,7 +119,6 @@ MISTAKES: list[Mistake] = [
     (EGL, NO_NVIDIA_EGL, "EGL", "*", "*apt-get install nvidia-egl-icd*", "Mesa's CPU device"),
     ({**EGL, MASK: "3"}, with_renderers(dataclasses.replace(FOUR, egl=egl((0, 1, 2)))), "EGL", "*", "*docker run*",
      f"does not list NVIDIA H100 {uuid(3)}"),
-    ({PLATFORM: "egl", MASK: "1"}, PYRENDER, "EGL_DEVICE_ID", "*", "export EGL_DEVICE_ID=3", uuid(2)),
     (EGL, NO_EGL, "EGL", "*", "*apt-get install libegl1*", "libEGL.so.1 is not installed"),
     (EGL, NOTHING_RENDERS, "EGL", "*", "*libegl-mesa0*", "no device"),
     ({GL: "osmesa"}, machine(4, osmesa=False), GL, "*", f"*export {GL}=egl*", "OSMesa"),
@@ -191,7 +189,6 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", MASK: "3"}, WITHOUT_RENDERERS),
     ({**EGL, SHOWN: "all", CAN: "compute,graphics,utility"}, FOUR),
     ({SHOWN: "2", MASK: "2"}, WITHOUT_RENDERERS),
-    ({**EGL, PLATFORM: "egl", "EGL_DEVICE_ID": "0"}, machine(4, versions={"pyrender": "0.1.45"})),
     (EGL, machine(2, versions=CPU_TORCH)),
     ({MASK: "1", "cuda_visible_devices": "1"}, WITHOUT_RENDERERS),
 ]
