@@ -166,6 +166,14 @@ class Machine:
         """GPUs that CUDA shows to a process with these variables."""
         return visible(self.inventory, self.environ)
 
+    @cached_property
+    def shown(self) -> VisibleGpus | None:
+        """The same, or None if CUDA's order is unknown."""
+        try:
+            return self.visible
+        except DeviceUnavailableError:
+            return None
+
     @property
     def count(self) -> int:
         """Number of CUDA devices that torch finds."""
@@ -197,8 +205,8 @@ def find_late_mask(machine: Machine) -> str | None:
     torch_uuids = _uuids_seen_by_torch()
     if torch_uuids is None or not machine.inventory.gpus:
         return None
-    shown = machine.visible
-    if shown.mig or torch_uuids == shown.uuids:
+    shown = machine.shown
+    if shown is None or shown.mig or torch_uuids == shown.uuids:
         return None
     return (
         f"{MASK}={machine.environ.get(MASK)!r} was changed after torch had started CUDA: it shows "

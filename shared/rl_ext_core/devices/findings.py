@@ -21,7 +21,7 @@ from rl_ext_core.devices.cuda import INDEX, MASK, ORDER, Machine
 from rl_ext_core.devices.decide import Request, decide_compute, decide_render
 from rl_ext_core.devices.decision import Decision, find_display_conflict, find_import_conflict, is_in_force
 from rl_ext_core.devices.inventory import Inventory
-from rl_ext_core.devices.launchers import LOCAL_RANK, RANK_VARIABLES
+from rl_ext_core.devices.launchers import LOCAL_RANK
 from rl_ext_core.devices.renderers import BACKEND, PLATFORM, Renderer, RendererFailsError
 from rl_ext_core.errors import RlExtError
 
@@ -89,14 +89,6 @@ class Situation(Machine):
         return renderers.installed_renderers(self.inventory.versions)
 
     @cached_property
-    def shown(self) -> cuda.VisibleGpus | None:
-        """GPUs that CUDA shows; None if CUDA's order is unknown."""
-        try:
-            return self.visible
-        except RlExtError:
-            return None
-
-    @cached_property
     def compute_decision(self) -> Decision | None:
         """Decision of ``resolve("auto")``; None if it would raise an error."""
         try:
@@ -106,8 +98,7 @@ class Situation(Machine):
 
     def with_changes(self, changes: Changes) -> Situation:
         """Return a copy in which some variables are set (text) or unset (None)."""
-        kept = {name: value for name, value in self.environ.items() if name not in changes}
-        environ = kept | {name: value for name, value in changes.items() if value is not None}
+        environ = {name: value for name, value in {**self.environ, **changes}.items() if value is not None}
         return Situation(self.inventory, environ, self.original)
 
     def finding(
@@ -429,7 +420,7 @@ def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
             continue
         changes = {name: value for name, value in decision.variables.items() if environ.get(name) != value}
         count = len(situation.shown.uuids) if situation.shown else 0
-        by_process = count > 1 and any(name in environ for name in RANK_VARIABLES)
+        by_process = count > 1 and launchers.find_rank_variable(environ) is not None
         return python if by_process or render == "cpu" or not changes else _to_shell_line(changes)
     return "apt-get install libegl1 libegl-mesa0"
 
@@ -440,7 +431,7 @@ def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
 def _find_late_changes(situation: Situation, decision_in_force: bool) -> Findings:
     """Find variables that were changed in this process after a library had read them."""
     environ = situation.environ
-    late_mask = None if situation.shown is None else cuda.find_late_mask(situation)
+    late_mask = cuda.find_late_mask(situation)
     if late_mask is not None:
         yield situation.finding(MASK, late_mask, {MASK: environ.get(MASK)})
     for renderer in () if decision_in_force else situation.renderers:

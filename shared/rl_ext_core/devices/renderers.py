@@ -136,13 +136,10 @@ def _reachable(machine: Machine) -> tuple[EglDevice, ...]:
 
 def _egl_index_by_ordinal(machine: Machine) -> dict[int, int]:
     """Map CUDA ordinals of visible GPUs to EGL indices, as ``EGL_CUDA_DEVICE_NV`` reports them."""
-    try:
-        visible = machine.visible.uuids
-    except DeviceUnavailableError:
-        text = "the GPUs differ, and the order in which CUDA counts them is unknown"
-        raise RendererFailsError(INDEX, text) from None
+    if machine.shown is None:
+        raise RendererFailsError(INDEX, "the GPUs differ, and the order in which CUDA counts them is unknown")
     uuids = {device.uuid: device.index for device in _reachable(machine) if device.cuda and device.uuid}
-    return {ordinal: uuids[uuid] for ordinal, uuid in enumerate(visible) if uuid in uuids}
+    return {ordinal: uuids[uuid] for ordinal, uuid in enumerate(machine.shown.uuids) if uuid in uuids}
 
 
 def _parse_mujoco_4_mask(value: str | None) -> list[int] | None:
