@@ -161,8 +161,9 @@ def _match_egl_device(entry: Mapping[str, Any], gpus: Sequence[Gpu]) -> EglDevic
     """Find the GPU of an EGL device by its UUID, or its CUDA ordinal in PCI order. Mesa's devices have neither."""
     uuid = next((gpu.uuid for gpu in gpus if gpu.uuid == entry["uuid"]), None)
     ordinal = entry["cuda"]
-    if uuid is None and ordinal is not None and 0 <= ordinal < len(gpus):
-        uuid = gpus[ordinal].uuid
+    counted = () if any(gpu.mig for gpu in gpus) else gpus  # next to a MIG slice, CUDA counts no other GPU
+    if uuid is None and ordinal is not None and 0 <= ordinal < len(counted):
+        uuid = counted[ordinal].uuid
     return EglDevice(
         index=entry["index"], software=entry["software"], uuid=uuid, drm=entry["drm"], cuda=ordinal is not None
     )

@@ -82,6 +82,12 @@ def test_gpu_of_egl_device_is_found_by_uuid_or_cuda_ordinal(lacks: tuple[str, ..
     )
 
 
+def test_cuda_ordinal_identifies_no_gpu_next_to_a_mig_slice() -> None:
+    entry = {"index": 0, "software": False, "uuid": None, "drm": None, "cuda": 0}
+    assert inventory._match_egl_device(entry, machines.gpus(2)).uuid == machines.uuid(0)
+    assert inventory._match_egl_device(entry, machines.gpus(2, mig={1: ["MIG-a"]})).uuid is None
+
+
 # Mesa lists the GPUs too. Its devices come first if libglvnd loads Mesa first.
 @pytest.mark.parametrize(
     ("order", "index"), [((2, 0, 1, 3, 100, 101, 102, 103, -1), 1), ((100, 101, 102, 103, -1, 2, 0, 1, 3), 6)]
