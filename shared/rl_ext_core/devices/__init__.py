@@ -8,7 +8,7 @@ Upstream libraries fall back to the CPU silently: without CUDA, Stable Baselines
 error.
 
 Data passes the files in this order. ``inventory`` reads what is there. ``cuda``, ``launchers`` and ``renderers`` have
-the rules. ``decide`` makes a ``decision`` from an inventory, variables and a request, and ``apply`` sets its variables.
+the rules. ``decide`` makes a ``decision`` from an inventory, variables and a request. Applying it sets its variables.
 ``findings`` compares variables with the rules, and ``verify`` compares a decision with a rendered frame. The commands
 ``rl-ext doctor`` and ``rl-ext run`` are in ``rl_ext_core.cli``.
 """

@@ -12,13 +12,15 @@ import importlib
 import inspect
 import json
 import os
-import re
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata, util
 from typing import Any
 
-PACKAGES = ("torch", "mujoco", "robosuite", "dm_control", "gymnasium", "pyrender", "sapien")
+PACKAGES = ("torch", "mujoco", "robosuite", "dm_control", "gymnasium", "sapien")
 ANSWER_PREFIX = "rl-ext: "
 _TIMEOUT_S = 20.0
 
@@ -37,55 +39,72 @@ _IMAGE_SIZE = 64
 
 def query_versions(python: str) -> dict[str, str] | None:
     """Query another interpreter for the versions that :func:`read_versions` reads; None if it does not answer."""
-    answer = run_probe("versions", python)
-    return None if "error" in answer else answer
+    answer = run_program([python, __file__, "versions"], os.environ, _TIMEOUT_S)
+    return None if "failure" in answer else answer
 
 
-def run_probe(question: str, python: str | None = None) -> dict[str, Any]:
-    """Answer a question in a new process, which a driver may kill.
+def query_driver(question: str) -> dict[str, Any]:
+    """Query a driver in a new process, which it may kill. An answer with a ``failure`` is a failure.
 
     The answer to ``"egl"`` has EGL's ``devices`` without a mask, and whether ``osmesa`` is installed. That to
-    ``"cuda"`` has the ``uuids`` of all GPUs in CUDA's default order, and that to ``"versions"`` the result of
-    :func:`read_versions`. An answer with an ``error`` is a failure.
+    ``"cuda"`` has the ``uuids`` of all GPUs in CUDA's default order.
     """
-    python, environ = python or sys.executable, dict(os.environ)
-    options: list[str] = []
-    if question != "versions":
-        environ = {name: value for name, value in environ.items() if not name.startswith("CUDA_")}
-        options = ["-I", "-S"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     if question == "egl":
         environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    command = [python, *options, __file__, question]
+    return run_program([sys.executable, "-I", "-S", __file__, question], environ, _TIMEOUT_S)
+
+
+def run_program(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    timeout_s: float,
+    observe: Callable[[int], object] = lambda _: None,
+) -> dict[str, Any]:
+    """Run this file with a question, and return its answer, or a ``failure``.
+
+    ``observe`` is called with the ID of the process when it has started, and again while it waits with its answer.
+    """
+    pipe = subprocess.PIPE
     try:
-        done = subprocess.run(
-            command, env=environ, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
+        process = subprocess.Popen(
+            command, env=environ, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
-    except subprocess.TimeoutExpired:
-        return {"error": f"the driver did not answer within {_TIMEOUT_S:.0f} s"}
     except OSError as error:
-        return {"error": f"{python} could not be started: {error}"}
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        return {"error": f"the driver ended the process that queried it (exit status {done.returncode}): {last}"}
-    # Drivers print to the same stream, before and after the answer.
-    answers = [line.removeprefix(ANSWER_PREFIX) for line in done.stdout.splitlines() if line.startswith(ANSWER_PREFIX)]
-    if not answers:
-        return {"error": "the driver ended the process that queried it before it answered"}
-    answer: dict[str, Any] = json.loads(answers[0])
-    return answer
+        return {"failure": f"{command[0]} could not be started: {error}"}
+    timer = threading.Timer(timeout_s, process.kill)
+    timer.daemon = True
+    timer.start()
+    answer, last = None, "it printed no error"
+    with process:  # at its end, the pipes are closed, so that the process ends
+        observe(process.pid)
+        for line in process.stdout or ():
+            if line.startswith(ANSWER_PREFIX):
+                answer = json.loads(line.removeprefix(ANSWER_PREFIX))
+                observe(process.pid)
+                break
+            last = line.strip() or last  # drivers and libraries print to the same stream
+    timed_out = not timer.is_alive()
+    timer.cancel()
+    if answer is not None:
+        return answer  # type: ignore[no-any-return]
+    if timed_out:
+        return {"failure": f"the driver did not answer within {timeout_s:.0f} s"}
+    status = process.returncode
+    how = f"with exit status {status}" if status >= 0 else f"by signal {-status} ({signal.strsignal(-status)})"
+    return {"failure": f"the process that queried the driver ended {how}: {last}"}
 
 
 def _answer_egl() -> dict[str, Any]:
-    """Return EGL's devices or an error, and whether OSMesa is installed; for the new process."""
     answer: dict[str, Any] = {"osmesa": ctypes.util.find_library("OSMesa") is not None}
     try:
         library = ctypes.CDLL("libEGL.so.1")
     except OSError:
-        return {**answer, "error": "libEGL.so.1 is not installed (on Debian: apt-get install libegl1)"}
+        return {**answer, "failure": "libEGL.so.1 is not installed (on Debian: apt-get install libegl1)"}
     handles = _egl_handles(library)
     text = load_egl_function(library, "eglQueryDeviceStringEXT", ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int)
     if handles is None or text is None:
-        return {**answer, "error": "libEGL.so.1 has no eglQueryDevicesEXT"}
+        return {**answer, "failure": "libEGL.so.1 has no eglQueryDevicesEXT"}
     devices = [_query_egl_device(library, text, index, handle) for index, handle in enumerate(handles)]
     return {**answer, "devices": devices}
 
@@ -110,7 +129,6 @@ def _egl_handles(library: ctypes.CDLL) -> list[int | None] | None:
 
 
 def _query_egl_device(library: ctypes.CDLL, text: Any, index: int, device: int | None) -> dict[str, Any]:
-    """Return index, kind, device file, PCI address, UUID and CUDA ordinal of an EGL device."""
     extensions = (text(device, _EGL_EXTENSIONS) or b"").decode().split()
     drm = None
     for extension, name in (
@@ -123,23 +141,12 @@ def _query_egl_device(library: ctypes.CDLL, text: Any, index: int, device: int |
         "index": index,
         "software": "EGL_MESA_device_software" in extensions,
         "drm": drm,
-        "pci": _find_pci_address(drm),
         "uuid": _query_uuid(library, device) if "EGL_EXT_device_persistent_id" in extensions else None,
         "cuda": _query_cuda_ordinal(library, device) if "EGL_NV_device_cuda" in extensions else None,
     }
 
 
-def _find_pci_address(node: str | None) -> str | None:
-    """Return the PCI address of the GPU behind a node in /dev/dri, or None."""
-    if node is None:
-        return None
-    target = os.path.realpath(f"/sys/class/drm/{os.path.basename(node)}/device")
-    name = os.path.basename(target)
-    return name if name.count(":") == 2 else None
-
-
 def _query_uuid(library: ctypes.CDLL, device: int | None) -> str | None:
-    """Return the UUID of an EGL device; None if EGL does not report it."""
     integer = ctypes.c_int
     types = (ctypes.c_void_p, integer, integer, ctypes.c_void_p, ctypes.POINTER(integer))
     query = load_egl_function(library, "eglQueryDeviceBinaryEXT", ctypes.c_uint, *types)
@@ -150,7 +157,6 @@ def _query_uuid(library: ctypes.CDLL, device: int | None) -> str | None:
 
 
 def _query_cuda_ordinal(library: ctypes.CDLL, device: int | None) -> int | None:
-    """Return the CUDA ordinal of an EGL device; None if EGL does not report it."""
     types = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_ssize_t))
     query = load_egl_function(library, "eglQueryDeviceAttribEXT", ctypes.c_uint, *types)
     value = ctypes.c_ssize_t(-1)
@@ -166,16 +172,15 @@ def format_uuid(raw: bytes) -> str:
 
 
 def _answer_cuda() -> dict[str, Any]:
-    """Return the UUIDs of CUDA's devices, or an error; for the new process."""
     library = ctypes.CDLL("libcuda.so.1")
     count = ctypes.c_int()
     if library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count)):
-        return {"error": "CUDA cannot be started"}
+        return {"failure": "CUDA cannot be started"}
     uuids = []
     for ordinal in range(count.value):
         device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
         if library.cuDeviceGet(ctypes.byref(device), ordinal) or library.cuDeviceGetUuid(raw, device):
-            return {"error": f"CUDA does not report the UUID of device {ordinal}"}
+            return {"failure": f"CUDA does not report the UUID of device {ordinal}"}
         uuids.append(format_uuid(bytes(raw)))
     return {"uuids": uuids}
 
@@ -203,15 +208,11 @@ def _read_torch_cuda_version() -> str:
     """Read torch's CUDA or ROCm version from its files, without importing it."""
     spec = util.find_spec("torch")
     source = os.path.join(os.path.dirname(spec.origin), "version.py") if spec and spec.origin else ""
-    if not os.path.isfile(source):
-        return ""
-    with open(source, encoding="utf-8") as file:
-        text = file.read()
-    values = {}
-    for name in ("cuda", "hip"):
-        match = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        values[name] = match[1] if match else ""
-    return f"rocm {values['hip']}" if values["hip"] else values["cuda"]
+    values: dict[str, Any] = {}
+    if os.path.isfile(source):
+        with open(source, encoding="utf-8") as file:
+            exec(file.read(), values)
+    return f"rocm {values['hip']}" if values.get("hip") else values.get("cuda") or ""
 
 
 # A rendered frame
@@ -238,27 +239,21 @@ def draw(name: str, display_module: str) -> dict[str, Any]:
     The renderer's display is the ``EGL_DISPLAY`` of the module ``display_module``.
     """
     try:
-        names, context = _create_context(name)
+        names = _create_context(name)
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
         missing = isinstance(error, ModuleNotFoundError)
         return {"failure": f"{type(error).__name__}: {first}", "missing": missing}
     display = getattr(sys.modules.get(display_module), "EGL_DISPLAY", None)
     index = egl_index_of(display) if display else None
-    return {"gl_renderer": names[0], "gl_vendor": names[1], "egl": index, "context": context}
+    return {"gl_renderer": names[0], "gl_vendor": names[1], "egl": index}
 
 
-def _read_gl_names() -> list[str]:
-    """Return OpenGL's names of the renderer and the vendor, for the current context."""
-    gl: Any = importlib.import_module("OpenGL.GL")
-    return [(gl.glGetString(name) or b"").decode() for name in (gl.GL_RENDERER, gl.GL_VENDOR)]
+_contexts: list[object] = []
 
 
-def _create_context(name: str) -> tuple[list[str], object]:
-    """Create a renderer's context; return OpenGL's names, and an object that owns the context."""
-    if name == "pyrender":
-        renderer = importlib.import_module("pyrender").OffscreenRenderer(_IMAGE_SIZE, _IMAGE_SIZE)
-        return _read_gl_names(), renderer  # its constructor makes the context current
+def _create_context(name: str) -> list[str]:
+    """Create a renderer's context, which stays until the process ends; return OpenGL's names."""
     if name == "robosuite":
         importlib.import_module("robosuite")  # it checks the variables before it imports mujoco
     mujoco: Any = importlib.import_module("mujoco")
@@ -267,12 +262,14 @@ def _create_context(name: str) -> tuple[list[str], object]:
     def draw_and_read_names() -> list[str]:
         """Create a MuJoCo context, which fails without OpenGL, and read OpenGL's names."""
         mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
-        return _read_gl_names()
+        gl: Any = importlib.import_module("OpenGL.GL")
+        return [(gl.glGetString(name) or b"").decode() for name in (gl.GL_RENDERER, gl.GL_VENDOR)]
 
     if name == "dm_control":
         context: Any = importlib.import_module("dm_control._render").Renderer(_IMAGE_SIZE, _IMAGE_SIZE)
+        _contexts.append(context)
         with context.make_current() as thread:  # dm_control renders in its own thread
-            return thread.call(draw_and_read_names), context
+            return thread.call(draw_and_read_names)  # type: ignore[no-any-return]
     if name == "robosuite":
         binding: Any = importlib.import_module("robosuite.utils.binding_utils")
         context = binding.MjRenderContextOffscreen(binding.MjSim.from_xml_string(_MODEL), -1, _IMAGE_SIZE, _IMAGE_SIZE)
@@ -283,23 +280,20 @@ def _create_context(name: str) -> tuple[list[str], object]:
     else:
         context = mujoco.GLContext(_IMAGE_SIZE, _IMAGE_SIZE)
         context.make_current()
-    return draw_and_read_names(), context
+    _contexts.append(context)
+    return draw_and_read_names()
 
 
 def main() -> None:
-    """Answer the question on the command line. After ``draw``, keep the context until standard input is closed."""
+    """Answer the question on the command line, and wait until standard input is closed."""
     question, *arguments = sys.argv[1:]
     answers: dict[str, Any] = {"egl": _answer_egl, "cuda": _answer_cuda, "versions": read_versions, "draw": draw}
     if question in ("versions", "draw"):
         folder = os.path.dirname(os.path.abspath(__file__))  # its modules are not the program's
         sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
-    answer = answers[question](*arguments)
-    context = answer.pop("context", None)
-    print(f"\n{ANSWER_PREFIX}{json.dumps(answer)}", flush=True)  # noqa: T201
-    if question == "draw":
-        sys.stdin.read()
-        del context
-        os._exit(0)  # skip the exit handlers of drivers and libraries, whose failures are not part of the test
+    print(f"\n{ANSWER_PREFIX}{json.dumps(answers[question](*arguments))}", flush=True)  # noqa: T201
+    sys.stdin.read()
+    os._exit(0)  # skip the exit handlers of drivers and libraries, whose failures are not part of the answer
 
 
 if __name__ == "__main__":

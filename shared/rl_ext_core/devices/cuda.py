@@ -86,7 +86,6 @@ def cuda_order(inventory: Inventory, environ: Mapping[str, str]) -> tuple[str, .
 
 
 def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
-    """Return the GPUs that CUDA shows for a mask of numbers, such as ``"0,2"``."""
     numbers: list[int] = []
     stop_reason = None
     for entry in mask.split(","):
@@ -105,7 +104,6 @@ def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
 
 
 def _bad_number_reason(entry: str) -> str:
-    """Return why CUDA stops reading a mask of numbers."""
     return f"CUDA stops reading at {entry!r}, which is not the number of a GPU"
 
 
@@ -168,6 +166,14 @@ class Machine:
         """GPUs that CUDA shows to a process with these variables."""
         return visible(self.inventory, self.environ)
 
+    @cached_property
+    def shown(self) -> VisibleGpus | None:
+        """The same, or None if CUDA's order is unknown."""
+        try:
+            return self.visible
+        except DeviceUnavailableError:
+            return None
+
     @property
     def count(self) -> int:
         """Number of CUDA devices that torch finds."""
@@ -199,8 +205,8 @@ def find_late_mask(machine: Machine) -> str | None:
     torch_uuids = _uuids_seen_by_torch()
     if torch_uuids is None or not machine.inventory.gpus:
         return None
-    shown = machine.visible
-    if shown.mig or torch_uuids == shown.uuids:
+    shown = machine.shown
+    if shown is None or shown.mig or torch_uuids == shown.uuids:
         return None
     return (
         f"{MASK}={machine.environ.get(MASK)!r} was changed after torch had started CUDA: it shows "

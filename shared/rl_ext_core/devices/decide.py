@@ -16,7 +16,7 @@ from rl_ext_core.devices.cuda import INDEX, MASK, Machine
 from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import Inventory, NvmlUnavailableError, pci_address, read_gpus
 from rl_ext_core.devices.launchers import Pick, Picker
-from rl_ext_core.devices.renderers import EglView, Renderer
+from rl_ext_core.devices.renderers import Renderer
 from rl_ext_core.errors import DeviceConflictError, DeviceUnavailableError, InvalidArgumentError, InvalidTypeError
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 Kind = Literal["auto", "cpu", "cuda", "uuid", "nvidia-smi", "pci", "egl", "same", "none"]
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
-_INDEX_LIMIT = 10**9
 _HEX = "[0-9a-fA-F]"
 _DEVICE_FORMS: dict[Kind, str] = {
     "auto": "auto",
@@ -77,7 +76,7 @@ def resolve(
     :param render: the device that renders: ``"none"`` (default), ``"same"`` as the one that computes,
         ``"egl:<index>"``, or one of these forms. ``"cpu"`` renders with Mesa or OSMesa
     :param renderer: the library that renders. Its rule depends on its version. One of ``"robosuite"``, ``"libero"``,
-        ``"mujoco"``, ``"gymnasium"`` (its MuJoCo environments), ``"dm_control"``, ``"pyrender"``, ``"sapien"`` and
+        ``"mujoco"``, ``"gymnasium"`` (its MuJoCo environments), ``"dm_control"``, ``"sapien"`` and
         ``"mani_skill"``. For the last two, see :attr:`Decision.render_device`
     :param pick: how ``"auto"`` chooses a GPU. ``"free-memory"`` takes the one with the most free memory. ``"rank"``
         (default) uses the first variable of ``LOCAL_RANK``, ``OMPI_COMM_WORLD_LOCAL_RANK`` and ``SLURM_LOCALID`` that
@@ -99,7 +98,7 @@ def resolve(
     >>> decision.device, decision.reason
     ('cpu', 'the CPU was asked for')
     """
-    request = Request(device, render, renderer, Picker(pick, rank, worker), on_missing, cuda.torch_current_device())
+    request = Request(device, render, renderer, Picker(pick, rank, worker, cuda.torch_current_device()), on_missing)
     variables = os.environ if environ is None else environ
     if inventory is None:
         inventory = read_inventory(request)
@@ -196,14 +195,13 @@ class AskedDevice:
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of :func:`resolve`, and torch's current device, which is None if torch has not started CUDA."""
+    """The arguments of :func:`resolve`."""
 
     device: object = "auto"
     render: object = "none"
     renderer: str = "mujoco"
     picker: Picker = field(default_factory=Picker)
     on_missing: str = "error"
-    current: int | None = None
 
     def __post_init__(self) -> None:
         if self.on_missing not in ("error", "cpu"):
@@ -251,8 +249,6 @@ def _device_as_text(asked: object) -> str | None:
     """Convert a string, an index or a ``torch.device`` to text; None for other types."""
     if isinstance(asked, str):
         return asked
-    if type(asked) is int and abs(asked) >= _INDEX_LIMIT:
-        return hex(asked)  # Python refuses to write the longest ones in decimal
     if type(asked) is int and asked >= 0:
         return f"cuda:{asked}"
     # A torch.device is recognized by its class's name, because importing torch is slow.
@@ -303,9 +299,9 @@ def decide_compute(request: Request, machine: Machine) -> Decision:
     found = f"torch finds {cuda.format_gpu_count(machine.count)}"
     why = found if asked.kind == "auto" else f"{asked.original} was asked for"
     if asked.kind == "auto" and machine.visible.uuids:
-        ordinal, why = launchers.pick_gpu(request.picker, machine, request.current)
+        ordinal, why = launchers.pick_gpu(request.picker, machine)
     elif asked.kind in ("auto", "cuda"):
-        ordinal = _ordinal_from_index(asked, machine, request.current)
+        ordinal = _ordinal_from_index(asked, machine, request.picker.current)
     else:
         ordinal = _ordinal_from_identity(asked, machine)
     device = f"cuda:{ordinal}"
@@ -424,7 +420,7 @@ def _find_rendering_gpu(request: Request, machine: Machine, compute_decision: De
         why = machine.inventory.nvml_error or machine.no_device_reason()
         raise DeviceUnavailableError(f"{asked} is not available: {why}. {_CPU_RENDERING_HINT}")
     if asked.kind == "auto":
-        return machine.gpu(launchers.pick_gpu(request.picker, machine, request.current)[0])
+        return machine.gpu(launchers.pick_gpu(request.picker, machine)[0])
     return machine.gpu(_ordinal_from_index(asked, machine, None))
 
 
@@ -455,11 +451,10 @@ def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, asked: AskedDevice) -> E
             "EGL lists no GPU, because NVIDIA's EGL is not installed (10_nvidia.json in /usr/share/glvnd/egl_vendor.d; "
             "a container needs NVIDIA_DRIVER_CAPABILITIES=all, and NVIDIA's driver for WSL has no EGL)"
         )
-    raise DeviceUnavailableError(f"{asked}: {gpu.name} ({gpu.uuid}) cannot render: {why}. {_CPU_RENDERING_HINT}")
+    raise DeviceUnavailableError(f"{asked}: {gpu} cannot render: {why}. {_CPU_RENDERING_HINT}")
 
 
 def _check_not_mig(gpu: Gpu, asked: AskedDevice) -> None:
-    """Raise if a GPU is cut into MIG slices, which cannot render."""
     if gpu.mig:
         raise DeviceUnavailableError(
             f"{asked}: {gpu.uuid} is cut into MIG slices ({gpu.mig[0]}), which do not render. {_CPU_RENDERING_HINT}"
@@ -471,7 +466,7 @@ def _decide_egl_rendering(
 ) -> Decision:
     """Add an EGL device, and the variables that select it, to a decision."""
     try:
-        index = renderers.find_index_value(renderer, device, EglView.from_machine(machine), machine.environ)
+        index = renderers.find_index_value(renderer, device, machine)
     except DeviceUnavailableError as error:
         raise DeviceUnavailableError(f"{asked}: {error}") from error
     gpu = machine.inventory.gpu(device.uuid) if device.uuid else None
@@ -479,7 +474,7 @@ def _decide_egl_rendering(
         _check_not_mig(gpu, asked)
     who = "the CPU" if device.software else gpu.uuid if gpu else "a device that NVML does not list"
     variables = renderer.variables("egl", index, machine.environ)
-    rules = [f"rule of {renderer}: {renderer.index}={index} -> EGL device {device.index}"]
+    rules = [f"rule of {renderer}: {INDEX}={index} -> EGL device {device.index}"]
     if f",-1,{index}" in (variables.get(MASK) or ""):
         why = (
             f"robosuite asserts that {INDEX} is part of this text; CUDA stops reading at -1, so it shows the same GPUs "

@@ -1,14 +1,22 @@
-"""Decision: the device that computes, the device that renders, the variables to set, and the reasons."""
+"""Decision: the device that computes, the device that renders, the variables to set, and the reasons.
+
+Applying a decision sets its variables in this process, or raises an error if a library has already read others.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rl_ext_core.devices import apply
+from rl_ext_core._system import after_fork, set_variables
+from rl_ext_core.devices._probe import egl_index_of
+from rl_ext_core.devices.cuda import INDEX
 from rl_ext_core.devices.inventory import EglDevice, Gpu
+from rl_ext_core.devices.renderers import BACKEND, PLATFORM, TABLE
 from rl_ext_core.errors import DeviceConflictError, _missing_dependency_error
 
 if TYPE_CHECKING:
@@ -16,6 +24,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rl_ext_core.devices")
 _has_warned = False
+
+_PLATFORMS = {"EGLPlatform": "egl", "OSMesaPlatform": "osmesa", "GLXPlatform": "glx"}
+_READS_AT_IMPORT = {row.name: row.reads_at_import for row in TABLE}
+_DISPLAYS = {row.name: row.display for row in TABLE if row.display}
 
 
 @dataclass(frozen=True)
@@ -84,7 +96,6 @@ class Decision:
         return "\n".join(lines)
 
     def _describe_rendering(self) -> str:
-        """Describe the rendering device and the renderer, for :meth:`explain`."""
         if self.render == "none":
             return "nothing"
         through = f" through {self.renderer}"
@@ -106,8 +117,36 @@ class Decision:
         :raises DeviceConflictError: If a library has already read other values, or has created its display on another
             device. No variable is changed then.
         """
-        name = (self.renderer or "").split(" ")[0]
-        apply.set_device_variables(name, self.variables, self.egl.index if self.egl else None, self.reason)
+        global _applied
+        if not self.variables:
+            return
+        name, needs = (self.renderer or "").split(" ")[0], "this decision needs"
+        conflict = find_display_conflict(name, self.egl.index if self.egl else None, needs)
+        conflict = conflict or find_import_conflict(name, self.variables[PLATFORM] or "", needs)
+        if conflict is not None:
+            raise DeviceConflictError(conflict[1])
+        set_variables(self.variables, os.environ)
+        _applied = self
+
+
+_applied: Decision | None = None
+_inherited_displays: set[str] = set()
+
+
+def is_in_force(environ: Mapping[str, str]) -> bool:
+    """Return whether a decision was applied in this process, and ``environ`` still has its values."""
+    return _applied is not None and all(environ.get(name) == value for name, value in _applied.variables.items())
+
+
+def _drop_parent_state() -> None:
+    # A forked worker may apply a decision of its own.
+    global _applied
+    _applied = None
+    # A forked child has none of the threads that Mesa started for the parent's display, so using that display hangs.
+    _inherited_displays.update(module for name, module in _DISPLAYS.items() if display_of(name))
+
+
+after_fork(_drop_parent_state)
 
 
 def apply_in_worker(decision: Decision, *, is_creator: bool) -> None:
@@ -117,8 +156,8 @@ def apply_in_worker(decision: Decision, *, is_creator: bool) -> None:
     There (``is_creator``), a decision that was applied earlier stays in effect, which is logged once.
     """
     global _has_warned
-    present = apply.applied
-    if present is None or present.variables == dict(decision.variables):
+    present = _applied
+    if present is None or present.variables == decision.variables:
         decision.apply()
     elif is_creator and decision.variables and not _has_warned:
         _has_warned = True
@@ -133,6 +172,54 @@ def apply_in_worker(decision: Decision, *, is_creator: bool) -> None:
             f"this worker has applied one decision ({present.reason}), but an environment came with another "
             f"({decision.reason}): a process has one rendering device. Use one worker for each device"
         )
+
+
+def find_import_conflict(name: str, wanted: str, needs: str) -> tuple[str, str] | None:
+    """Find a module that read another backend when it was imported; return the variable and an error text."""
+    for module, attribute in _READS_AT_IMPORT.get(name, ()):
+        taken = getattr(sys.modules.get(module), attribute, wanted)
+        if taken != wanted:
+            package = module.split(".")[0]
+            place = f"`import {package}`"
+            if package == "mujoco" and "torchrl" in sys.modules:
+                place = "`import torchrl`, which imports mujoco, in the script that starts the workers"
+            text = f"{module} read {BACKEND}={taken!r} when it was imported, but {needs} {wanted!r}"
+            return BACKEND, f"{text}: call resolve(...).apply() above {place}"
+    platform = _PLATFORMS.get(type(getattr(sys.modules.get("OpenGL.platform"), "PLATFORM", None)).__name__)
+    if platform is None or platform == wanted:
+        return None
+    text = f"PyOpenGL was imported for {platform}, but {needs} {wanted}"
+    return PLATFORM, f"{text}: call resolve(...).apply() above the first import of mujoco, robosuite or OpenGL"
+
+
+def find_display_conflict(name: str, wanted: int | None, needs: str) -> tuple[str, str] | None:
+    """Find a display that this process has created on another device than EGL index ``wanted``, or None for OSMesa.
+
+    Return the variable and an error text.
+    """
+    if _inherited_displays and wanted is not None:
+        # Libraries share one display per device, so it does not matter which of them created it.
+        return INDEX, (
+            f"{min(_inherited_displays)} had created its display before this process was forked, so rendering would "
+            'hang here. Start workers with start_method="forkserver" or "spawn" (gymnasium: context=, TorchRL: '
+            "mp_start_method=), or render in workers only"
+        )
+    display = display_of(name)
+    made = None if display is None else egl_index_of(display)
+    if display is None or (made is not None and made == wanted):
+        return None
+    where = "another device" if display else "no device, because it failed"
+    where = where if made is None else f"EGL device {made}"
+    target = "OSMesa" if wanted is None else f"EGL device {wanted}"
+    return INDEX, (
+        f"{_DISPLAYS[name]} already renders on {where}, and a process keeps its first display, but {needs} {target}: "
+        "call resolve(...).apply() above the first environment, or use one process per device"
+    )
+
+
+def display_of(name: str) -> Any:
+    """Return the display that a renderer has created, or tried to create, in this process; None if there is none."""
+    return getattr(sys.modules.get(_DISPLAYS.get(name, "")), "EGL_DISPLAY", None)
 
 
 def _gpu_identity(gpu: Gpu | None) -> str:

@@ -7,7 +7,6 @@ masks, ranks and device orders that do not mean what they seem to, and container
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import re
 import shlex
@@ -17,13 +16,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from rl_ext_core.devices import apply, cuda, launchers, renderers
+from rl_ext_core.devices import cuda, launchers, renderers
 from rl_ext_core.devices.cuda import INDEX, MASK, ORDER, Machine
 from rl_ext_core.devices.decide import Request, decide_compute, decide_render
-from rl_ext_core.devices.decision import Decision
-from rl_ext_core.devices.inventory import Gpu, Inventory
-from rl_ext_core.devices.launchers import LOCAL_RANK, RANK_VARIABLES
-from rl_ext_core.devices.renderers import BACKEND, PLATFORM, PYRENDER_INDEX, EglView, Renderer, RendererFailsError
+from rl_ext_core.devices.decision import Decision, find_display_conflict, find_import_conflict, is_in_force
+from rl_ext_core.devices.inventory import Inventory
+from rl_ext_core.devices.launchers import LOCAL_RANK
+from rl_ext_core.devices.renderers import BACKEND, PLATFORM, Renderer, RendererFailsError
 from rl_ext_core.errors import RlExtError
 
 Severity: TypeAlias = Literal["error", "warning"]
@@ -33,6 +32,7 @@ _KNOWN_VARIABLES = (MASK, ORDER, BACKEND, INDEX, PLATFORM, LOCAL_RANK)
 _QUOTES = " \t\r\n'\"`[](){}<>"
 _NO_CUDA = 'torch.device("cuda") ends in "RuntimeError: No CUDA GPUs are available"'
 _NO_DISPLAY = "mujoco.FatalError: an OpenGL platform library has not been loaded into this process"
+_IGNORED_INDEX = "EGL_DEVICE_ID"
 _CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES"
 _DOCKER = f"docker run --gpus all -e {_CAPABILITIES}=all ..."
 
@@ -57,7 +57,7 @@ class Finding:
     value: str | None
     effect: str
     fix: str
-    severity: Literal["error", "warning"] = "error"
+    severity: Severity = "error"
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,6 @@ class Situation(Machine):
         return renderers.installed_renderers(self.inventory.versions)
 
     @cached_property
-    def shown(self) -> cuda.VisibleGpus | None:
-        """GPUs that CUDA shows; None if CUDA's order is unknown."""
-        try:
-            return self.visible
-        except RlExtError:
-            return None
-
-    @cached_property
     def compute_decision(self) -> Decision | None:
         """Decision of ``resolve("auto")``; None if it would raise an error."""
         try:
@@ -106,8 +98,7 @@ class Situation(Machine):
 
     def with_changes(self, changes: Changes) -> Situation:
         """Return a copy in which some variables are set (text) or unset (None)."""
-        kept = {name: value for name, value in self.environ.items() if name not in changes}
-        environ = kept | {name: value for name, value in changes.items() if value is not None}
+        environ = {name: value for name, value in {**self.environ, **changes}.items() if value is not None}
         return Situation(self.inventory, environ, self.original)
 
     def finding(
@@ -142,12 +133,11 @@ def check_environment(
     variables = dict(os.environ if environ is None else environ)
     machine = Inventory.current() if inventory is None else inventory
     is_this_process = environ is None and inventory is None
-    if is_this_process and "torchrl.envs.libs.dm_control" in sys.modules and "pyrender" not in machine.versions:
-        variables.pop(PYRENDER_INDEX, None)  # TorchRL sets it when it is imported
+    if is_this_process and "torchrl.envs.libs.dm_control" in sys.modules:
+        variables.pop(_IGNORED_INDEX, None)  # TorchRL sets it when it is imported
     original = situation = Situation(machine, variables, variables)
-    applied = apply.applied.variables if is_this_process and apply.applied else {}
     # A decision that was applied in this process has already set the renderers' variables.
-    decision_in_force = bool(applied) and all(variables.get(name) == value for name, value in applied.items())
+    decision_in_force = is_this_process and is_in_force(variables)
     findings: list[Finding] = []
     for stage in (
         _find_misspelled_names,
@@ -167,15 +157,9 @@ def check_environment(
 
 
 def _to_shell_line(changes: Changes) -> str:
-    """Return the shell commands that set and unset variables."""
     sets = [f"{name}={shlex.quote(value)}" for name, value in changes.items() if value is not None]
     unsets = [name for name, value in changes.items() if value is None]
     return "; ".join(" ".join([verb, *words]) for verb, words in (("export", sets), ("unset", unsets)) if words)
-
-
-def describe_gpu(gpu: Gpu) -> str:
-    """Return a GPU's name, UUID and nvidia-smi index, for a sentence."""
-    return f"{gpu.name} {gpu.uuid} (nvidia-smi {gpu.index})"
 
 
 # Names of variables
@@ -192,18 +176,12 @@ def _find_misspelled_names(situation: Situation) -> Findings:
 
 
 def _find_ignored_index(situation: Situation) -> Findings:
-    """Find EGL_DEVICE_ID, which only pyrender reads (google-deepmind/dm_control#310, #345, pytorch/rl#155)."""
-    environ, index = situation.environ, situation.environ.get(PYRENDER_INDEX, "")
-    rows = [row for row in situation.renderers if row.name in renderers.MUJOCO_NAMES]
-    through_egl = any(_read_backend(row, environ) == "egl" for row in rows)
-    if (
-        through_egl
-        and launchers.is_rank(index)
-        and INDEX not in environ
-        and "pyrender" not in situation.inventory.versions
-    ):
+    """Find EGL_DEVICE_ID, which these renderers do not read (google-deepmind/dm_control#310, #345, pytorch/rl#155)."""
+    environ, index = situation.environ, situation.environ.get(_IGNORED_INDEX, "")
+    through_egl = any(_read_backend(row, environ) == "egl" for row in situation.renderers)
+    if through_egl and INDEX not in environ and launchers.parse_rank(index) is not None:
         effect = f"MuJoCo, dm_control and robosuite ignore it and read {INDEX} instead"
-        yield situation.finding(PYRENDER_INDEX, effect, {INDEX: index})
+        yield situation.finding(_IGNORED_INDEX, effect, {INDEX: index})
 
 
 # CUDA's device order, the mask and ranks
@@ -218,7 +196,7 @@ def _find_device_order_mistakes(situation: Situation) -> Findings:
     by_uuid = situation.environ.get(MASK, "").startswith(("GPU-", "MIG-"))
     if alike or by_uuid or value == "PCI_BUS_ID" or (by_speed and value == "FASTEST_FIRST"):
         return
-    first = f": number 0 is {describe_gpu(inventory.gpu(by_speed[0]))}" if by_speed else ", which is unknown"
+    first = f": number 0 is {inventory.gpu(by_speed[0])}" if by_speed else ", which is unknown"
     effect = f"the GPUs differ, and CUDA counts the fastest one first{first}"
     severity: Severity = "warning" if by_speed and value is None else "error"
     yield situation.finding(ORDER, effect, {ORDER: "PCI_BUS_ID"}, severity)
@@ -279,14 +257,15 @@ def _find_rank_mistakes(situation: Situation) -> Findings:
     environ, shown, name = situation.environ, situation.shown, launchers.find_rank_variable(situation.environ)
     if name is None:
         return
-    text = environ[name].strip(_QUOTES)
-    if not launchers.is_rank(environ[name]):
+    rank = launchers.parse_rank(environ[name])
+    if rank is None:
         effect = f'{environ[name]!r} is not a rank: int(os.environ["{name}"]) and resolve("auto") reject it'
-        yield situation.finding(name, effect, {name: text if launchers.is_rank(text) else None})
+        text = environ[name].strip(_QUOTES)
+        yield situation.finding(name, effect, {name: None if launchers.parse_rank(text) is None else text})
     elif shown and shown.uuids and situation.compute_decision is None:
         seen = f"torch sees {cuda.format_gpu_count(len(shown.uuids))}, counted from 0"
-        effect = f'it asks for cuda:{int(text)}, but {seen}: "CUDA error: invalid device ordinal"'
-        line = launchers.launch_command(int(text), situation)
+        effect = f'it asks for cuda:{rank}, but {seen}: "CUDA error: invalid device ordinal"'
+        line = launchers.launch_command(rank, situation)
         yield situation.finding(name, effect, line)[0], {name: "0"}
 
 
@@ -311,7 +290,7 @@ def _find_unlisted_gpu(situation: Situation) -> Findings:
         variable = _CAPABILITIES if in_container else "EGL"
         fix = _DOCKER if in_container else "apt-get install nvidia-egl-icd  # Ubuntu: libnvidia-gl-<version>"
     where = "another GPU" if others else "Mesa's CPU device, if any"
-    effect = f"EGL does not list {describe_gpu(gpu)}, which computes, so rendering uses {where}{why}"
+    effect = f"EGL does not list {gpu}, which computes, so rendering uses {where}{why}"
     yield situation.finding(variable, effect, fix, severity)
 
 
@@ -321,8 +300,6 @@ def _find_unlisted_gpu(situation: Situation) -> Findings:
 def _read_backend(renderer: Renderer, environ: Mapping[str, str]) -> str | None:
     """Return the backend of a renderer; None if it rejects the variable's value."""
     try:
-        if renderer.name in renderers.MUJOCO_NAMES:
-            renderers.mujoco_backend(environ)  # all of them import mujoco, which rejects unknown values
         return renderer.backend(environ)
     except RendererFailsError:
         return None
@@ -348,23 +325,20 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
     inventory, environ, title = situation.inventory, situation.environ, str(renderer)
     if renderer.select_egl_device is None:
         return Prediction(title, "unknown", "without a device argument, it uses the first GPU that Vulkan lists", MASK)
-    if renderer.name in renderers.MUJOCO_NAMES:
-        renderers.mujoco_backend(environ)
-    switch, backend = renderer.switches[0], renderer.backend(environ)
-    how = f"{switch}={environ[switch]!r}" if switch in environ else f"{switch} is not set"
+    backend = renderer.backend(environ)
+    how = f"{BACKEND}={environ[BACKEND]!r}" if BACKEND in environ else f"{BACKEND} is not set"
     if backend == "none":
         return Prediction(title, "nothing", f"{how} turns rendering off")
     if backend == "glfw":
-        how += f": it opens a window{f', and {renderer.index} affects EGL alone' if renderer.index in environ else ''}"
+        how += f": it opens a window{f', and {INDEX} affects EGL alone' if INDEX in environ else ''}"
         if renderers.has_display(environ):
             return Prediction(title, "window", how)
-        error = f': "{_NO_DISPLAY}"' if switch == BACKEND else ""
-        raise RendererFailsError(switch, f"{how}, but there is no display{error}")
+        raise RendererFailsError(BACKEND, f'{how}, but there is no display: "{_NO_DISPLAY}"')
     # mujoco accepts the value in capitals, but PyOpenGL does not.
     if environ.get(PLATFORM, "") not in ("", backend):
         error = f'"ImportError: Cannot use {"EGL" if backend == "egl" else "OSMesa"} rendering platform"'
         error += " or \"AttributeError: module 'mujoco' has no attribute 'Renderer'\""
-        raise RendererFailsError(PLATFORM, f"it contradicts {switch}={backend}, and rendering ends in {error}")
+        raise RendererFailsError(PLATFORM, f"it contradicts {BACKEND}={backend}, and rendering ends in {error}")
     mask, index = environ.get(MASK), environ.get(INDEX)
     # `import robosuite` asserts that the index is a substring of the mask.
     if renderer.checks_mask and mask and index is not None and not (index.isdigit() and index in mask):
@@ -374,15 +348,15 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
         )
     if backend == "osmesa":
         if inventory.osmesa is False:
-            raise RendererFailsError(switch, f"{how}, but OSMesa's library is not installed")
-        return Prediction(title, "cpu", f"{how}: OSMesa", switch)
+            raise RendererFailsError(BACKEND, f"{how}, but OSMesa's library is not installed")
+        return Prediction(title, "cpu", f"{how}: OSMesa")
     if inventory.egl is None:
         return Prediction(title, "unknown", "EGL was not queried for this inventory")
     if not inventory.egl:
         raise RendererFailsError("EGL", inventory.egl_error or "EGL lists no device")
-    device = inventory.egl[renderer.select_egl_device(environ, EglView.from_machine(situation))]
+    device = inventory.egl[renderer.select_egl_device(situation)]
     # robosuite reads the mask's first entry as EGL's own index.
-    variable = MASK if renderer.checks_mask and renderer.index not in environ and MASK in environ else renderer.index
+    variable = MASK if renderer.checks_mask and INDEX not in environ and MASK in environ else INDEX
     chosen = f"={environ[variable]!r} selects" if variable in environ else " is not set, so it uses"
     why = f"{variable}{chosen} EGL device {device.index}"
     if device.software:
@@ -391,8 +365,8 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
         return Prediction(title, "gpu", f"{why}; EGL does not report its GPU", variable, device.index)
     gpu = inventory.gpu(device.uuid)
     if gpu.mig:
-        raise RendererFailsError(variable, f"{why}, {describe_gpu(gpu)}, is cut into MIG slices, which do not render")
-    return Prediction(title, "gpu", f"{why}, {describe_gpu(gpu)}", variable, device.index, device.uuid)
+        raise RendererFailsError(variable, f"{why}, {gpu}, is cut into MIG slices, which do not render")
+    return Prediction(title, "gpu", f"{why}, {gpu}", variable, device.index, device.uuid)
 
 
 def _find_rendering_mistakes(situation: Situation) -> Findings:
@@ -404,7 +378,7 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
     for renderer in situation.renderers:
         found = predict(renderer, situation)
         # A set index shows that the user wants EGL.
-        index_unused = found.where == "window" and renderer.index in situation.environ
+        index_unused = found.where == "window" and INDEX in situation.environ
         # With OSMesa, the CPU was chosen on purpose. A GPU may also render while the CPU computes.
         elsewhere = found.with_compute is False and found.egl is not None and gpu is not None
         if found.where == "fails":
@@ -412,9 +386,9 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
                 continue  # _find_unlisted_gpu() has reported it
         elif not (elsewhere or index_unused) or unlisted:
             continue
-        unset = found.variable not in situation.environ and found.variable in renderer.switches
+        unset = found.variable not in situation.environ and found.variable in (BACKEND, PLATFORM)
         # Without any variable, the program may not render at all. An index of the CPU's device may be intended.
-        harmless = unset or index_unused or (found.where == "cpu" and renderer.index in situation.environ)
+        harmless = unset or index_unused or (found.where == "cpu" and INDEX in situation.environ)
         severity: Severity = "warning" if harmless else "error"
         key = (dataclasses.replace(found, renderer=""), _find_rendering_fix(renderer, situation), severity)
         grouped.setdefault(key, []).append(renderer)
@@ -422,7 +396,7 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
     for (found, fix, severity), affected in grouped.items():
         effect = f"{', '.join(map(str, affected))}: {prefix}{found.why}"
         if found.where != "fails" and decision and gpu:
-            effect += f", while {decision.device}, {describe_gpu(gpu)}, computes"
+            effect += f", while {decision.device}, {gpu}, computes"
         # robosuite comes last, and a decision for it also suits the other renderers.
         fix = fix.replace('renderer="{}"', f'renderer="{affected[-1].name}"')  # values may contain braces, too
         yield situation.finding(found.variable, effect, fix, severity)
@@ -446,7 +420,7 @@ def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
             continue
         changes = {name: value for name, value in decision.variables.items() if environ.get(name) != value}
         count = len(situation.shown.uuids) if situation.shown else 0
-        by_process = count > 1 and any(name in environ for name in RANK_VARIABLES)
+        by_process = count > 1 and launchers.find_rank_variable(environ) is not None
         return python if by_process or render == "cpu" or not changes else _to_shell_line(changes)
     return "apt-get install libegl1 libegl-mesa0"
 
@@ -457,32 +431,16 @@ def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
 def _find_late_changes(situation: Situation, decision_in_force: bool) -> Findings:
     """Find variables that were changed in this process after a library had read them."""
     environ = situation.environ
-    late_mask = None if situation.shown is None else cuda.find_late_mask(situation)
+    late_mask = cuda.find_late_mask(situation)
     if late_mask is not None:
         yield situation.finding(MASK, late_mask, {MASK: environ.get(MASK)})
     for renderer in () if decision_in_force else situation.renderers:
         backend = _read_backend(renderer, environ)
-        if backend not in ("egl", "osmesa") or not any(name in environ for name in renderer.switches):
+        if backend not in ("egl", "osmesa") or not {BACKEND, PLATFORM} & environ.keys():
             continue
         found = predict(renderer, situation)
-        late = [*apply.import_conflicts(renderer.name, backend, "the variables ask for")]
-        if found.variable in environ and found.variable not in renderer.switches and found.egl is not None:
-            late += apply.display_conflicts(renderer.name, found.egl, "the variables ask for")
-        for variable, sentence in late:
+        late = [find_import_conflict(renderer.name, backend, "the variables ask for")]
+        if found.variable in environ and found.variable not in (BACKEND, PLATFORM) and found.egl is not None:
+            late.append(find_display_conflict(renderer.name, found.egl, "the variables ask for"))
+        for variable, sentence in filter(None, late):
             yield situation.finding(variable, sentence, {variable: environ.get(variable)})
-    yield from _find_ignored_device_ids(situation)
-
-
-def _find_ignored_device_ids(situation: Situation) -> Findings:
-    """Find robosuite's environments in this process whose ``render_gpu_device_id`` has no effect."""
-    environments = sys.modules.get("robosuite.environments.base")
-    name = INDEX if INDEX in situation.environ else MASK
-    index = situation.environ.get(name, "")
-    if environments is None or not index.isdigit():
-        return
-    found = (entry for entry in gc.get_objects() if issubclass(type(entry), environments.MujocoEnv))
-    asked = {vars(environment).get("render_gpu_device_id", -1) for environment in found}
-    for number in sorted(asked - {-1, int(index)}):
-        effect = f"robosuite ignores render_gpu_device_id={number}, because this variable is set"
-        line = f'resolve("auto", render="egl:{number}", renderer="robosuite").apply()'
-        yield situation.finding(name, effect, f"from rl_ext_core.devices import resolve\n{line}", "warning")

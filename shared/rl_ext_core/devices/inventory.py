@@ -46,6 +46,9 @@ class Gpu:
     memory_free: int
     mig: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.uuid} (nvidia-smi {self.index})"
+
 
 @dataclass(frozen=True)
 class EglDevice:
@@ -120,9 +123,7 @@ class Inventory:
 
     def egl_of(self, uuid: str) -> EglDevice | None:
         """Return the EGL device that renders on the GPU with this UUID; None if EGL does not list it."""
-        devices = [device for device in self.egl or () if device.uuid == uuid]
-        # Mesa also lists GPUs of other drivers, on which it cannot render.
-        return next((device for device in devices if device.cuda), devices[0] if devices else None)
+        return next((device for device in self.egl or () if device.uuid == uuid), None)
 
 
 _lock = threading.Lock()
@@ -144,28 +145,25 @@ def _read_inventory() -> Inventory:
     order = tuple(gpu.uuid for gpu in gpus)
     if len({gpu.name for gpu in gpus}) > 1:
         # CUDA counts the fastest GPU first, and equal GPUs by PCI address. So it is queried only if the GPUs differ.
-        order = tuple(_probe.run_probe("cuda").get("uuids", ()))
+        order = tuple(_probe.query_driver("cuda").get("uuids", ()))
     fastest_first = order if len(order) == len(gpus) else None
     return Inventory(gpus=gpus, versions=versions, fastest_first=fastest_first)
 
 
 def _add_egl_devices(inventory: Inventory) -> Inventory:
     """Return a copy of an inventory that contains EGL's devices, or EGL's error."""
-    result = {"osmesa": False, "devices": [], **_probe.run_probe("egl")}
-    if result.get("error"):
-        return dataclasses.replace(inventory, egl=(), osmesa=result["osmesa"], egl_error=result["error"])
+    result = {"osmesa": False, "devices": [], **_probe.query_driver("egl")}
     devices = tuple(_match_egl_device(entry, inventory.gpus) for entry in result["devices"])
-    return dataclasses.replace(inventory, egl=devices, osmesa=result["osmesa"])
+    return dataclasses.replace(inventory, egl=devices, osmesa=result["osmesa"], egl_error=result.get("failure"))
 
 
 def _match_egl_device(entry: Mapping[str, Any], gpus: Sequence[Gpu]) -> EglDevice:
-    """Find the GPU of an EGL device by its UUID, its PCI address, or its CUDA ordinal in PCI order."""
-    known = {gpu.uuid for gpu in gpus}
-    by_pci = {gpu.pci: gpu.uuid for gpu in gpus}
-    uuid = entry["uuid"] if entry["uuid"] in known else by_pci.get(entry["pci"] or "")
+    """Find the GPU of an EGL device by its UUID, or its CUDA ordinal in PCI order. Mesa's devices have neither."""
+    uuid = next((gpu.uuid for gpu in gpus if gpu.uuid == entry["uuid"]), None)
     ordinal = entry["cuda"]
-    if uuid is None and ordinal is not None and 0 <= ordinal < len(gpus):
-        uuid = gpus[ordinal].uuid
+    counted = () if any(gpu.mig for gpu in gpus) else gpus  # next to a MIG slice, CUDA counts no other GPU
+    if uuid is None and ordinal is not None and 0 <= ordinal < len(counted):
+        uuid = counted[ordinal].uuid
     return EglDevice(
         index=entry["index"], software=entry["software"], uuid=uuid, drm=entry["drm"], cuda=ordinal is not None
     )
@@ -205,7 +203,6 @@ def read_gpus() -> tuple[Gpu, ...]:
 
 
 def _read_gpu(nvml: types.ModuleType, handle: Any, index: int) -> Gpu:
-    """Query NVML about the GPU behind a handle."""
     total, free = 0, 0
     with contextlib.suppress(nvml.NVMLError_NotSupported):  # the GPU shares the CPU's memory
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)

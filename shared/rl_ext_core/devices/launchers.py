@@ -32,11 +32,15 @@ RANK_VARIABLES = tuple(_COMMANDS)
 
 @dataclass(frozen=True)
 class Picker:
-    """Arguments of :func:`rl_ext_core.devices.resolve` by which ``"auto"`` picks a GPU."""
+    """Arguments of :func:`rl_ext_core.devices.resolve` by which ``"auto"`` picks a GPU.
+
+    :param current: torch's current device, or None if torch has not started CUDA
+    """
 
     pick: Pick = "rank"
     rank: int | None = None
     worker: int | None = None
+    current: int | None = None
 
     def __post_init__(self) -> None:
         if self.pick not in ("rank", "free-memory"):
@@ -50,7 +54,7 @@ class Picker:
                 raise error(f"{name}={value!r} is not an index: expected an int from 0. Use {name}=0 for the first")
 
 
-def pick_gpu(picker: Picker, machine: Machine, current: int | None = None) -> tuple[int, str]:
+def pick_gpu(picker: Picker, machine: Machine) -> tuple[int, str]:
     """Pick one of the visible GPUs; return its torch ordinal, and the reason as the end of a sentence."""
     uuids = machine.visible.uuids
     count = len(uuids)
@@ -64,14 +68,14 @@ def pick_gpu(picker: Picker, machine: Machine, current: int | None = None) -> tu
         return free.index(max(free)), f"it has the most free memory: {max(free) / 2**30:.1f} GiB"
     name = find_rank_variable(machine.environ)
     if name is not None:
-        source, rank = f"{name}={machine.environ[name]!r}", _parse_rank(machine.environ, name)
+        source, rank = f"{name}={machine.environ[name]!r}", parse_rank(machine.environ[name])
         if rank is None:
             raise InvalidArgumentError(
                 f"{source} is not a rank: expected an index from 0. Use `unset {name}`, or {name}=0"
             )
         return _pick_by_rank(rank, source, machine)
-    if current is not None and current < count:
-        return current, "it is torch's current device"
+    if picker.current is not None and picker.current < count:
+        return picker.current, "it is torch's current device"
     return 0, f"it is the first of {count} visible" if count > 1 else "it is the only one visible"
 
 
@@ -80,15 +84,9 @@ def find_rank_variable(environ: Mapping[str, str]) -> str | None:
     return next((name for name in RANK_VARIABLES if name in environ), None)
 
 
-def is_rank(value: str) -> bool:
-    """Return whether the value of a launcher's variable is an index from 0."""
-    return value.isascii() and value.isdigit() and len(value) < 10
-
-
-def _parse_rank(environ: Mapping[str, str], name: str) -> int | None:
-    """Return the rank in a launcher's variable; None if its value is not an index."""
-    value = environ.get(name, "")
-    return int(value) if is_rank(value) else None
+def parse_rank(value: str) -> int | None:
+    """Return the rank in a launcher's variable; None if its value is not an index from 0."""
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else None
 
 
 def _pick_by_rank(rank: int, source: str, machine: Machine) -> tuple[int, str]:
@@ -113,11 +111,12 @@ def _has_own_gpu(rank: int, machine: Machine) -> bool:
         return False
     if machine.visible.mig and machine.visible.stop_reason:
         return False  # the mask has several slices, of which CUDA shows the first one to all processes
-    same = [name for name in RANK_VARIABLES if _parse_rank(environ, name) == rank]
+    same = [name for name in RANK_VARIABLES if parse_rank(environ.get(name, "")) == rank]
     return "RAY_JOB_ID" in environ or any(name != LOCAL_RANK for name in same)
 
 
 def launch_command(rank: int, machine: Machine) -> str:
     """Return the command that starts one process per GPU, with the launcher that set the rank."""
-    name = next((name for name in RANK_VARIABLES if _parse_rank(machine.environ, name) == rank), LOCAL_RANK)
+    environ = machine.environ
+    name = next((name for name in RANK_VARIABLES if parse_rank(environ.get(name, "")) == rank), LOCAL_RANK)
     return _COMMANDS[name].format(len(machine.visible.uuids))

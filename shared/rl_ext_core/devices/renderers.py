@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from rl_ext_core._system import IMPORT_TIME_VARIABLES
-from rl_ext_core.devices.cuda import INDEX, MASK, add_hidden_index, strip_hidden_index
+from rl_ext_core.devices.cuda import INDEX, MASK, Machine, add_hidden_index, strip_hidden_index
 from rl_ext_core.errors import (
     DeviceUnavailableError,
     InvalidArgumentError,
@@ -24,13 +24,11 @@ from rl_ext_core.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rl_ext_core.devices.cuda import Machine
     from rl_ext_core.devices.inventory import EglDevice
 
 BACKEND, PLATFORM = IMPORT_TIME_VARIABLES
-PYRENDER_INDEX = "EGL_DEVICE_ID"
 MUJOCO_NAMES = ("mujoco", "gymnasium", "dm_control", "robosuite")
-NAMES = (*MUJOCO_NAMES, "pyrender", "sapien")
+NAMES = (*MUJOCO_NAMES, "sapien")
 # Suites that render with another renderer's package.
 _RENDERS_WITH = {"libero": "robosuite", "mani_skill": "sapien"}
 
@@ -50,35 +48,6 @@ class RendererFailsError(Exception):
 
 
 @dataclass(frozen=True)
-class EglView:
-    """EGL's devices, and the UUIDs of the visible GPUs by CUDA ordinal, which are None if CUDA's order is unknown."""
-
-    devices: tuple[EglDevice, ...]
-    visible: tuple[str, ...] | None
-
-    @classmethod
-    def from_machine(cls, machine: Machine) -> EglView:
-        """Create the view of a machine under its environment variables."""
-        try:
-            visible: tuple[str, ...] | None = machine.visible.uuids
-        except DeviceUnavailableError:
-            visible = None  # most rules do not depend on CUDA
-        return cls(machine.inventory.egl or (), visible)
-
-    @property
-    def reachable(self) -> tuple[EglDevice, ...]:
-        """The first ten devices, which are all that a renderer queries."""
-        return self.devices[:_EGL_LIMIT]
-
-    def egl_index_by_ordinal(self) -> dict[int, int]:
-        """Map CUDA ordinals of visible GPUs to EGL indices, as ``EGL_CUDA_DEVICE_NV`` reports them."""
-        if self.visible is None:
-            raise RendererFailsError(INDEX, "the GPUs differ, and the order in which CUDA counts them is unknown")
-        uuids = {device.uuid: device.index for device in self.reachable if device.cuda and device.uuid}
-        return {ordinal: uuids[uuid] for ordinal, uuid in enumerate(self.visible) if uuid in uuids}
-
-
-@dataclass(frozen=True)
 class Renderer:
     """One renderer from one version on, with its rules: a row of :data:`TABLE`.
 
@@ -87,10 +56,8 @@ class Renderer:
     :param since: first major version of that package that has the rules
     :param backend: function of the variables that returns ``"egl"``, ``"osmesa"``, ``"glfw"``, ``"vulkan"`` or
         ``"none"``, and raises :class:`RendererFailsError` for other values
-    :param select_egl_device: function of the variables that returns the selected EGL index, or raises
+    :param select_egl_device: function of a machine that returns the selected EGL index, or raises
         :class:`RendererFailsError`. None for a renderer that does not use EGL
-    :param switches: names of the variables that select the backend
-    :param index: name of the variable that selects the EGL device
     :param reads_at_import: attribute of a module, by module, that stores the backend when the module is imported
     :param display: module whose ``EGL_DISPLAY`` is the display of the whole process
     :param checks_mask: whether its import asserts that the index is a substring of the mask
@@ -101,9 +68,7 @@ class Renderer:
     package: str
     since: int
     backend: Callable[[Mapping[str, str]], str]
-    select_egl_device: Callable[[Mapping[str, str], EglView], int] | None
-    switches: tuple[str, ...] = (BACKEND, PLATFORM)
-    index: str = INDEX
+    select_egl_device: Callable[[Machine], int] | None
     reads_at_import: tuple[tuple[str, str], ...] = ()
     display: str = ""
     checks_mask: bool = False
@@ -117,37 +82,37 @@ class Renderer:
 
         The mask in ``environ`` is changed only if the import check rejects it.
         """
-        variables: dict[str, str | None] = {**dict.fromkeys(self.switches, backend), self.index: index}
+        variables: dict[str, str | None] = {BACKEND: backend, PLATFORM: backend, INDEX: index}
         mask = environ.get(MASK, "")
         shown = strip_hidden_index(mask, environ)
         checked = add_hidden_index(shown, index) if self.checks_mask and shown and index is not None else shown
         return variables if checked == mask else {**variables, MASK: checked}
 
 
-def _select_by_egl_index(environ: Mapping[str, str], view: EglView) -> int:
+def _select_by_egl_index(machine: Machine) -> int:
     """Select as mujoco 3 and dm_control do: by EGL's own index, else the first device."""
-    return _check_index(INDEX, _parse_integer(INDEX, environ.get(INDEX, "0")), view)
+    return _check_index(INDEX, _parse_integer(INDEX, machine.environ.get(INDEX, "0")), machine)
 
 
-def _select_robosuite(environ: Mapping[str, str], view: EglView) -> int:
+def _select_robosuite(machine: Machine) -> int:
     """Select as robosuite 1.5 does: by ``MUJOCO_EGL_DEVICE_ID``, else by the mask's first entry, as EGL's own index."""
-    name = INDEX if environ.get(INDEX) is not None else MASK
-    value = environ.get(name)
+    name = INDEX if INDEX in machine.environ else MASK
+    value = machine.environ.get(name)
     if value is None:
-        return _check_index(INDEX, 0, view)
+        return _check_index(INDEX, 0, machine)
     # All entries must be numbers, although only the first one is used.
     numbers = [_parse_integer(name, entry) for entry in ([value] if value.isdigit() else value.split(","))]
-    return _check_index(name, numbers[0], view)
+    return _check_index(name, numbers[0], machine)
 
 
-def select_mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
+def _select_mujoco_4(machine: Machine) -> int:
     """Select as mujoco 4 does: through ``EGL_CUDA_DEVICE_NV``, where a number is a visible device or a CUDA ordinal."""
-    egl_index_by_ordinal = view.egl_index_by_ordinal()
-    mask = _parse_mujoco_4_mask(environ.get(MASK))
+    egl_index_by_ordinal = _egl_index_by_ordinal(machine)
+    mask = _parse_mujoco_4_mask(machine.environ.get(MASK))
     shown = _mujoco_4_visible_indices(egl_index_by_ordinal, mask)
     front = shown or [egl_index_by_ordinal[ordinal] for ordinal in sorted(egl_index_by_ordinal)]
-    ordered = front + [device.index for device in view.reachable if device.index not in front]
-    value = environ.get(INDEX)
+    ordered = front + [device.index for device in _reachable(machine) if device.index not in front]
+    value = machine.environ.get(INDEX)
     if value is None:
         if not ordered:
             raise RendererFailsError(INDEX, "EGL lists no device")
@@ -160,17 +125,21 @@ def select_mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
     if number in egl_index_by_ordinal:
         return egl_index_by_ordinal[number]
     if not 0 <= number < len(ordered):
-        raise _out_of_range_error(INDEX, number, len(ordered), view)
+        raise _out_of_range_error(INDEX, number, machine)
     return ordered[number]
 
 
-def _select_pyrender(environ: Mapping[str, str], view: EglView) -> int:
-    """Select as pyrender 0.1 does: by EGL's own index among all devices, where -1 is the last one."""
-    value = environ.get(PYRENDER_INDEX, "0")
-    number, count = _parse_integer(PYRENDER_INDEX, value), len(view.devices)
-    if not -count <= number < count:
-        raise RendererFailsError(PYRENDER_INDEX, f'rendering ends in "ValueError: Invalid device ID ({number})"')
-    return number % count
+def _reachable(machine: Machine) -> tuple[EglDevice, ...]:
+    """Return the first ten EGL devices, which are all that a renderer queries."""
+    return (machine.inventory.egl or ())[:_EGL_LIMIT]
+
+
+def _egl_index_by_ordinal(machine: Machine) -> dict[int, int]:
+    """Map CUDA ordinals of visible GPUs to EGL indices, as ``EGL_CUDA_DEVICE_NV`` reports them."""
+    if machine.shown is None:
+        raise RendererFailsError(INDEX, "the GPUs differ, and the order in which CUDA counts them is unknown")
+    uuids = {device.uuid: device.index for device in _reachable(machine) if device.cuda and device.uuid}
+    return {ordinal: uuids[uuid] for ordinal, uuid in enumerate(machine.shown.uuids) if uuid in uuids}
 
 
 def _parse_mujoco_4_mask(value: str | None) -> list[int] | None:
@@ -202,30 +171,31 @@ def _parse_integer(name: str, value: str) -> int:
         raise RendererFailsError(name, text) from None
 
 
-def _check_index(name: str, number: int, view: EglView) -> int:
+def _check_index(name: str, number: int, machine: Machine) -> int:
     """Return an EGL index if EGL lists it; raise RendererFailsError otherwise."""
-    count = len(view.reachable)
+    count = len(_reachable(machine))
     if not count:
         raise RendererFailsError(name, "EGL lists no device")
     if not 0 <= number < count:
-        raise _out_of_range_error(name, number, count, view)
+        raise _out_of_range_error(name, number, machine)
     return number
 
 
-def _out_of_range_error(name: str, number: int, count: int, view: EglView) -> RendererFailsError:
-    """Return the error for an EGL index that the renderer rejects."""
+def _out_of_range_error(name: str, number: int, machine: Machine) -> RendererFailsError:
+    count, total = len(_reachable(machine)), len(machine.inventory.egl or ())
     error = f'"RuntimeError: ... must be an integer between 0 and {count - 1} (inclusive), got {number}"'
-    asked = f" (it asks EGL for {count} devices of {len(view.devices)})" if count < len(view.devices) else ""
+    asked = f" (it asks EGL for {count} devices of {total})" if count < total else ""
     return RendererFailsError(name, f"rendering ends in {error}{asked}")
 
 
-def mujoco_backend(environ: Mapping[str, str]) -> str:
-    """Return the backend that ``import mujoco`` selects with these variables."""
+def _mujoco_backend(environ: Mapping[str, str]) -> str:
+    """Return mujoco's backend. All renderers of MuJoCo import mujoco, which rejects unknown values."""
     return _normalize_backend(environ.get(BACKEND, "").lower().strip())
 
 
 def _gymnasium_backend(environ: Mapping[str, str]) -> str:
     """Return gymnasium's backend. It accepts exact names only. Its default is glfw, which aborts without a display."""
+    _mujoco_backend(environ)
     value = environ.get(BACKEND, "glfw")
     if value not in ("glfw", "egl", "osmesa"):
         error = f'"RuntimeError: Environment variable MUJOCO_GL must be one of ...: got {value!r}"'
@@ -235,6 +205,7 @@ def _gymnasium_backend(environ: Mapping[str, str]) -> str:
 
 def _dm_control_backend(environ: Mapping[str, str]) -> str:
     """Return dm_control's backend. It rejects ``"glx"``."""
+    _mujoco_backend(environ)
     value = environ.get(BACKEND, "glfw")
     if value == "glx":
         raise RendererFailsError(BACKEND, _invalid_backend_text(value))
@@ -242,17 +213,9 @@ def _dm_control_backend(environ: Mapping[str, str]) -> str:
 
 
 def _robosuite_backend(environ: Mapping[str, str]) -> str:
-    """Return robosuite's backend. It imports mujoco, which rejects unknown values, and then overwrites most values."""
-    mujoco_backend(environ)
+    """Return robosuite's backend. It overwrites most values."""
+    _mujoco_backend(environ)
     return {"osmesa": "osmesa", "glx": "glfw"}.get(environ.get(BACKEND, ""), "egl")
-
-
-def _pyrender_backend(environ: Mapping[str, str]) -> str:
-    """Return pyrender's backend. It reads PYOPENGL_PLATFORM."""
-    value = environ.get(PLATFORM)
-    if value in (None, "egl", "osmesa"):
-        return value or "glfw"  # pyglet opens a window here, which needs a display as glfw does
-    raise RendererFailsError(PLATFORM, f'rendering ends in "ValueError: Unsupported PyOpenGL platform: {value}"')
 
 
 def _normalize_backend(value: str) -> str:
@@ -267,7 +230,6 @@ def _normalize_backend(value: str) -> str:
 
 
 def _invalid_backend_text(value: str) -> str:
-    """Return the error text for a MUJOCO_GL that mujoco rejects."""
     return f'import ends in "RuntimeError: invalid value for environment variable MUJOCO_GL: {value}"'
 
 
@@ -277,19 +239,18 @@ _MUJOCO_READS = (("mujoco.rendering.classic.gl_context", "_MUJOCO_GL"), ("mujoco
 # which is open, would change the rule of mujoco: it gets a row of its own when a release has it.
 # fmt: off
 TABLE = (
-    Renderer("mujoco", "mujoco", 0, mujoco_backend, _select_by_egl_index,
+    Renderer("mujoco", "mujoco", 0, _mujoco_backend, _select_by_egl_index,
              reads_at_import=_MUJOCO_READS, display="mujoco.egl"),
-    Renderer("mujoco", "mujoco", 4, mujoco_backend, select_mujoco_4,
+    Renderer("mujoco", "mujoco", 4, _mujoco_backend, _select_mujoco_4,
              reads_at_import=_MUJOCO_READS, display="mujoco.egl"),
     Renderer("gymnasium", "mujoco", 0, _gymnasium_backend, _select_by_egl_index, display="mujoco.egl"),
-    Renderer("gymnasium", "mujoco", 4, _gymnasium_backend, select_mujoco_4, display="mujoco.egl"),
+    Renderer("gymnasium", "mujoco", 4, _gymnasium_backend, _select_mujoco_4, display="mujoco.egl"),
     Renderer("dm_control", "dm_control", 0, _dm_control_backend, _select_by_egl_index,
              reads_at_import=(("dm_control._render", "BACKEND"),), display="dm_control._render.pyopengl.egl_renderer"),
     Renderer("robosuite", "robosuite", 0, _robosuite_backend, _select_robosuite,
              reads_at_import=(("robosuite.utils.binding_utils", "_MUJOCO_GL"),),
              display="robosuite.renderers.context.egl_context", checks_mask=True),
-    Renderer("pyrender", "pyrender", 0, _pyrender_backend, _select_pyrender, (PLATFORM,), PYRENDER_INDEX),
-    Renderer("sapien", "sapien", 0, lambda environ: "vulkan", None, (), ""),
+    Renderer("sapien", "sapien", 0, lambda environ: "vulkan", None),
 )
 # fmt: on
 
@@ -334,18 +295,19 @@ def installed_renderers(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
 
 
 def _required_packages(name: str) -> tuple[str, ...]:
-    """Return the packages that must be installed to use a renderer."""
     return tuple(dict.fromkeys((name, "mujoco"))) if name in MUJOCO_NAMES else (name,)
 
 
-def find_index_value(renderer: Renderer, target: EglDevice, view: EglView, environ: Mapping[str, str]) -> str:
+def find_index_value(renderer: Renderer, target: EglDevice, machine: Machine) -> str:
     """Find the value of the renderer's index variable with which it selects ``target``; raise if there is none."""
+    environ = machine.environ
     # EGL's own index is tried first, because it is the answer for all rules except mujoco 4's.
-    numbers = [target.index, *(n for n in range(len(view.devices)) if n != target.index)]
+    numbers = [target.index, *(n for n in range(len(machine.inventory.egl or ())) if n != target.index)]
     for number in numbers:
         candidate = {**environ, **cast("dict[str, str]", renderer.variables("egl", str(number), environ))}
         try:
-            if renderer.select_egl_device is not None and renderer.select_egl_device(candidate, view) == target.index:
+            assert renderer.select_egl_device is not None
+            if renderer.select_egl_device(Machine(machine.inventory, candidate)) == target.index:
                 return str(number)
         except RendererFailsError:
             continue
@@ -355,7 +317,7 @@ def find_index_value(renderer: Renderer, target: EglDevice, view: EglView, envir
             "Hide other devices from EGL (in a container, by NVIDIA_VISIBLE_DEVICES), or use another GPU"
         )
     raise DeviceUnavailableError(
-        f"{renderer} cannot select EGL device {target.index} by any value of {renderer.index} under "
+        f"{renderer} cannot select EGL device {target.index} by any value of {INDEX} under "
         f"{MASK}={environ.get(MASK)!r}. Set {MASK} to that GPU only"
     )
 

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rl_ext_core.devices import _probe
 from rl_ext_core.devices.decide import resolve
@@ -70,8 +64,7 @@ class Verification:
         """The line to type to fix the problem."""
         if self.missing:
             # gymnasium's own extra installs the packages that its viewers import.
-            package = {"gymnasium": "gymnasium[mujoco]", "pyrender": "pyrender"}.get(self.name)
-            return install_line(self.name) if package is None else f'pip install "{package}"'
+            return 'pip install "gymnasium[mujoco]"' if self.name == "gymnasium" else install_line(self.name)
         return f"rl-ext doctor --renderer {self.name}"
 
     @property
@@ -108,59 +101,21 @@ def verify_decision(
     name = (decision.renderer or "").split(" ")[0]
     variables = {**(os.environ if environ is None else environ), **decision.variables}
     display = next((row.display for row in TABLE if row.name == name), "")
-    command = [python, _probe.__file__, "draw", name, display]
     kept = {key: value for key, value in variables.items() if value is not None}
-    seen = _run_process(command, kept)
+    uses: list[tuple[GpuUse, ...] | None] = []
+    command = [python, _probe.__file__, "draw", name, display]
+    seen = _probe.run_program(command, kept, TIMEOUT_S, lambda pid: uses.append(list_gpu_uses([pid])))
+    # A process of another container may have the same ID. NVML then lists it before the context is created, too.
+    before, after = (*uses, None, None)[:2]
     return Verification(
         name=name,
         decided=decision.render,
         uuid=decision.render_gpu.uuid if decision.render_gpu else None,
         predicted=decision.egl.index if decision.egl else None,
+        nvml=tuple(dict.fromkeys(use.uuid for use in after)) if after and not before else None,
         **seen,
         seconds=round(time.monotonic() - began, 2),
     )
-
-
-def _run_process(command: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Run the test process and list its GPUs while it has a context; return its answer, or a ``"failure"``."""
-    with tempfile.TemporaryFile() as errors:
-        try:
-            process = subprocess.Popen(
-                command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-                errors="replace",
-            )  # fmt: skip
-        except OSError as error:
-            return {"failure": f"{command[0]} could not be started: {error}"}
-        assert process.stdin is not None
-        assert process.stdout is not None
-        # A process of another container may have the same ID. NVML then lists it before the context is created, too.
-        before = list_gpu_uses([process.pid])
-        timer = threading.Timer(TIMEOUT_S, process.kill)
-        timer.start()
-        lines = (line for line in process.stdout if line.startswith(_probe.ANSWER_PREFIX))  # libraries print too
-        found = next((json.loads(line.removeprefix(_probe.ANSWER_PREFIX)) for line in lines), None)
-        after = list_gpu_uses([process.pid]) if found is not None else None
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        process.wait()
-        timed_out = not timer.is_alive()
-        timer.cancel()
-        process.stdout.close()
-        errors.seek(0)
-        said = errors.read().decode(errors="replace").strip().splitlines()
-    if found is not None:
-        uses = tuple(dict.fromkeys(use.uuid for use in after or ()))
-        return {**found, "nvml": uses if uses and not before else None}
-    if timed_out:
-        return {"failure": f"the process did not end within {TIMEOUT_S:.0f} s"}
-    last = said[-1] if said else "it printed no error"
-    return {"failure": f"the process ended {_describe_exit(process.returncode)}: {last}"}
-
-
-def _describe_exit(status: int) -> str:
-    """Return how a process ended, such as ``"by SIGSEGV"`` or ``"with exit status 1"``."""
-    names = {entry.value: entry.name for entry in signal.Signals}
-    return f"with exit status {status}" if status >= 0 else f"by {names.get(-status, f'signal {-status}')}"
 
 
 # Processes on GPUs

@@ -52,7 +52,6 @@ def new_cells(block: Any = None) -> memoryview:
 class SharedMemory:
     """Anonymous shared memory, which is freed when the last process that uses it ends.
 
-    :param size: size in bytes, default 0
     :param descriptor: file descriptor of existing memory; default: new memory
     """
 
@@ -173,8 +172,6 @@ class SpinWaiter:
     down if this process is preempted meanwhile. After such a wait, the next few waits do not poll. After another one,
     the number is four times as large. It shrinks again in the course of a hundred successful waits. In this way, long
     steps and busy machines are detected.
-
-    :param seconds: how long to poll
     """
 
     # The parent has nothing else to do while workers step. A worker that polls may slow down the parent, which computes
@@ -227,12 +224,8 @@ unpack = pickle.loads
 
 
 class WorkerChannel:
-    """The worker's end of the channel.
+    """The worker's end of the channel: pipes that wake this process and the parent, numbers, and messages.
 
-    :param commands: pipe that wakes this process
-    :param replies: pipe that wakes the parent
-    :param cells: memory of the cells
-    :param mail: memory of the messages
     :param spins: whether to poll before waiting
     """
 
@@ -268,16 +261,12 @@ class WorkerChannel:
 
 
 class WorkerHandle:
-    """The parent's handle of a worker in a pool.
+    """The parent's handle of worker ``number``, which has the environments from ``first`` to before ``last``.
 
     If the worker fails, another process may replace it.
 
     Ctrl-C may come between any two lines. Therefore the numbers in shared memory decide whether an answer is awaited,
     and interrupted methods can be called again.
-
-    :param number: number of the worker
-    :param first: number of its first environment
-    :param last: number of its last environment plus one
 
     :ivar process: current process of the worker
     :ivar watch: watch over the worker's group; None if there is no process

@@ -258,10 +258,7 @@ def seed_torch(environment: Any, seed: int | None) -> None:
 
 
 class FrameSkip(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Wrapper that repeats actions and sums rewards, as TorchRL's ``frame_skip`` does.
-
-    :param frames: number of steps per action
-    """
+    """Wrapper that repeats each action ``frames`` times and sums rewards, as TorchRL's ``frame_skip`` does."""
 
     def __init__(self, env: gymnasium.Env[Any, Any], frames: int) -> None:
         super().__init__(env)

@@ -44,7 +44,6 @@ class MemoryLayout:
     def from_spaces(cls, num_envs: int, observation_space: Any, action_space: Any) -> MemoryLayout:
         """Create the layout for environments with these spaces.
 
-        :param num_envs: number of environments
         :param observation_space: Box, Discrete, MultiDiscrete, MultiBinary, or Dict and Tuple of these
         :param action_space: any space; actions have an array if the space is a single array
         :raises InvalidArgumentError: If observations are not arrays of fixed shape.
@@ -102,7 +101,6 @@ class ObservationSlot:
     """Place in shared memory for one array of an environment's observation.
 
     :param path: keys that lead to the array in the observation; empty if the observation is the array
-    :param place: view of the shared memory
 
     :ivar has_converted: whether any value so far did not fit the dtype
     """

@@ -78,9 +78,6 @@ class Pool:
     to all workers, and their answers are read later. If the answers were not read, for example because of Ctrl-C, the
     next command waits for them and drops them.
 
-    :param env_fns: functions or factories that build the environments
-    :param options: options of the pool
-    :param autoreset: autoreset mode of the environments, default ``SAME_STEP``
     :param new_worker: function that creates the handle of a worker from the number of the worker, of its first
         environment, and of its last environment plus one
     :param launch: function that starts the workers of a pool; default: :func:`launch_processes`

@@ -98,10 +98,7 @@ class WorkerEnvironments:
 
     :param reply: function that sends an answer
     :param block: function that returns the memory of the arrays, from its size in bytes
-    :param cells: cells of the worker
     :param first: number of the first environment
-    :param env_fns: functions that build the environments
-    :param autoreset: autoreset mode of the environments, default ``SAME_STEP``
     :param log: function that returns the memory of an episode log, from the number of the environment; default: record
         no episodes
     """

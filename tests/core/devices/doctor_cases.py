@@ -59,7 +59,7 @@ class FakeNvml(ModuleType):
     """Fake of the module pynvml.
 
     :param fails: error class and text by name of the function that fails
-    :param processes: processes on the first GPU: name by process ID; None if NVML does not report the name
+    :param computing, rendering: index of the GPU by process ID
     """
 
     NVML_DEVICE_MIG_ENABLE = 1
@@ -68,10 +68,14 @@ class FakeNvml(ModuleType):
     NVMLError_NotSupported = type("NVMLError_NotSupported", (NVMLError,), {})
 
     def __init__(
-        self, gpus: Sequence[Gpu], fails: Mapping[str, Any] | None = None, processes: Mapping[int, Any] | None = None
+        self,
+        gpus: Sequence[Gpu],
+        fails: Mapping[str, Any] | None = None,
+        computing: Mapping[int, int] | None = None,
+        rendering: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__("pynvml")
-        self.gpus, self.fails, self.processes, self.started = gpus, fails or {}, processes or {}, 0
+        self.fails, self.started = fails or {}, 0
         answers = {
             "Init": lambda: self._add_to_started(1),
             "Shutdown": lambda: self._add_to_started(-1),
@@ -84,8 +88,8 @@ class FakeNvml(ModuleType):
             "DeviceGetMigMode": lambda gpu: (len(gpu.mig) > 0, 0),
             "DeviceGetMaxMigDeviceCount": lambda gpu: 7,
             "DeviceGetMigDeviceHandleByIndex": lambda gpu, place: self._get_slice(gpu, place),
-            "DeviceGetComputeRunningProcesses": lambda gpu: self._processes_on(gpu, list(processes or {})),
-            "DeviceGetGraphicsRunningProcesses": lambda gpu: self._processes_on(gpu, list(processes or {})[:1]),
+            "DeviceGetComputeRunningProcesses": lambda gpu: self._processes_on(gpu, computing or {}),
+            "DeviceGetGraphicsRunningProcesses": lambda gpu: self._processes_on(gpu, rendering or {}),
         }
         for name, answer in answers.items():
             setattr(self, f"nvml{name}", partial(self._answer_or_raise, f"nvml{name}", answer))
@@ -105,5 +109,7 @@ class FakeNvml(ModuleType):
             raise self.NVMLError("Not Found")
         return gpu.mig[place // 2]
 
-    def _processes_on(self, gpu: Gpu, pids: Sequence[int]) -> list[SimpleNamespace]:
-        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in pids if gpu.index == 0]
+    def _processes_on(self, gpu: Gpu, gpu_by_pid: Mapping[int, int]) -> list[SimpleNamespace]:
+        return [
+            SimpleNamespace(pid=pid, usedGpuMemory=2**21) for pid, index in gpu_by_pid.items() if index == gpu.index
+        ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_ext_core.cli.doctor import DoctorReport, examine
-from rl_ext_core.devices import Inventory, inventory
+from rl_ext_core.devices import Inventory, _probe, inventory
 from rl_ext_core.devices import verify as verify_module
 from rl_ext_core.devices.inventory import installed_versions
 from rl_ext_core.devices.verify import GpuUse, Verification, list_gpu_uses, verify
@@ -96,9 +96,9 @@ ENVIRONS: list[dict[str, str]] = [
 def test_prediction_matches_real_rendering(name: str, environ: dict[str, str]) -> None:
     draw = f"""
     from rl_ext_core.devices import _probe
-    names, context = _probe._create_context("{name}")
-    from rl_ext_core.devices import apply
-    display = apply.display_of("{name}")
+    _probe._create_context("{name}")
+    from rl_ext_core.devices.decision import display_of
+    display = display_of("{name}")
     answer = None if display is None else _probe.egl_index_of(display)
     sys.stdout.write(json.dumps(answer)); sys.stdout.flush(); os._exit(0)
     """
@@ -135,7 +135,7 @@ def without_device_variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        *((name, "EGL") for name in ("mujoco", "gymnasium", "dm_control", "robosuite", "pyrender")),
+        *((name, "EGL") for name in ("mujoco", "gymnasium", "dm_control", "robosuite")),
         *((name, "OSMesa") for name in ("dm_control", "robosuite")),
     ],
 )
@@ -174,14 +174,15 @@ def test_verify_names_missing_package_and_install_line(
 @pytest.mark.parametrize(
     ("code", "failure"),
     [
-        ("import os; os.kill(os.getpid(), 11)", "the process ended by SIGSEGV: it printed no error"),
-        ("import sys; sys.exit('no\\ndriver')", "the process ended with exit status 1: driver"),
-        ("pass", "the process ended with exit status 0: it printed no error"),
+        ("import os; os.kill(os.getpid(), 11)", "ended by signal 11 (Segmentation fault): it printed no error"),
+        ("import sys; sys.exit('no\\ndriver')", "ended with exit status 1: driver"),
+        ("pass", "ended with exit status 0: it printed no error"),
     ],
 )
-def test_verify_reports_exit_of_killed_process(code: str, failure: str) -> None:
-    assert verify_module._run_process([sys.executable, "-S", "-c", code], os.environ) == {"failure": failure}
-    assert "could not be started" in verify_module._run_process(["/nowhere/python"], {})["failure"]
+def test_end_of_a_queried_process_is_reported(code: str, failure: str) -> None:
+    answer = _probe.run_program([sys.executable, "-S", "-c", code], os.environ, 60.0)
+    assert answer["failure"].endswith(failure)
+    assert "could not be started" in _probe.run_program(["/nowhere/python"], {}, 60.0)["failure"]
 
 
 H100 = "NVIDIA H100/PCIe/SSE2"
@@ -210,10 +211,10 @@ def test_verification_is_compared_with_decision(seen: Verification, problem: str
 
 
 def test_gpus_of_processes_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpus(2), processes={7: "python", 9: "Xorg"}))
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpus(2), computing={7: 0, 9: 0}, rendering={7: 0}))
     monkeypatch.setattr(verify_module, "_HOST_PIDS", os.readlink("/proc/self/ns/pid"))
     first, second, graphics = (
-        GpuUse(pid, uuid(0), kind, None) for pid, kind in ((7, "compute"), (9, "compute"), (7, "graphics"))
+        GpuUse(pid, uuid(0), kind, 2**21) for pid, kind in ((7, "compute"), (9, "compute"), (7, "graphics"))
     )
     assert list_gpu_uses([7, 9]) == (first, second, graphics)
     assert list_gpu_uses([9]) == (second,)

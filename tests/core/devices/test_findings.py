@@ -10,7 +10,9 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from rl_ext_core.devices import EglDevice, Finding, Inventory, apply, check_environment, cuda, renderers, resolve
+from rl_ext_core.devices import EglDevice, Finding, Inventory, check_environment, cuda, renderers, resolve
+from rl_ext_core.devices import decision as decision_module
+from rl_ext_core.devices.cuda import Machine
 from tests.core.devices.machines import egl, machine, run_shell_line, uuid
 from tests.core.devices.run_code import run
 
@@ -38,7 +40,6 @@ def shift_indices(devices: tuple[EglDevice, ...], by: int) -> tuple[EglDevice, .
 
 SOFTWARE_FIRST = dataclasses.replace(FOUR, egl=(EglDevice(0, True), *shift_indices(egl(range(4), software=False), 1)))
 _SOFTWARE = tuple(EglDevice(place, software=True) for place in range(4))
-PYRENDER = machine(4, order=(2, 3, 0, 1), versions={"pyrender": "0.1.45"}, without=RENDERERS)
 TWELVE = dataclasses.replace(machine(8), egl=_SOFTWARE + shift_indices(egl(range(8), software=False), 4))
 EGL, SCREEN = {GL: "egl"}, {"DISPLAY": ":0"}
 CONTAINER = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=all ..."
@@ -118,7 +119,6 @@ MISTAKES: list[Mistake] = [
     (EGL, NO_NVIDIA_EGL, "EGL", "*", "*apt-get install nvidia-egl-icd*", "Mesa's CPU device"),
     ({**EGL, MASK: "3"}, with_renderers(dataclasses.replace(FOUR, egl=egl((0, 1, 2)))), "EGL", "*", "*docker run*",
      f"does not list NVIDIA H100 {uuid(3)}"),
-    ({PLATFORM: "egl", MASK: "1"}, PYRENDER, "EGL_DEVICE_ID", "*", "export EGL_DEVICE_ID=3", uuid(2)),
     (EGL, NO_EGL, "EGL", "*", "*apt-get install libegl1*", "libEGL.so.1 is not installed"),
     (EGL, NOTHING_RENDERS, "EGL", "*", "*libegl-mesa0*", "no device"),
     ({GL: "osmesa"}, machine(4, osmesa=False), GL, "*", f"*export {GL}=egl*", "OSMesa"),
@@ -189,7 +189,6 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", MASK: "3"}, WITHOUT_RENDERERS),
     ({**EGL, SHOWN: "all", CAN: "compute,graphics,utility"}, FOUR),
     ({SHOWN: "2", MASK: "2"}, WITHOUT_RENDERERS),
-    ({**EGL, PLATFORM: "egl", "EGL_DEVICE_ID": "0"}, machine(4, versions={"pyrender": "0.1.45"})),
     (EGL, machine(2, versions=CPU_TORCH)),
     ({MASK: "1", "cuda_visible_devices": "1"}, WITHOUT_RENDERERS),
 ]
@@ -246,10 +245,8 @@ def test_findings_and_fixes_match_rules_over_all_orders_and_masks(renderer: str,
 
 def _selected_gpu(renderer: str, environ: Mapping[str, str], there: Inventory) -> str:
     """Return the number of the GPU that a renderer selects, or "" for the software device."""
-    visible = tuple(uuid(int(number)) for number in environ.get(MASK, "0,1,2").split(","))
     rule = renderers.find_renderer(renderer, there.versions)
-    view = renderers.EglView(there.egl or (), visible)
-    owner = view.devices[rule.select_egl_device(environ, view)].uuid
+    owner = there.egl[rule.select_egl_device(Machine(there, environ))].uuid
     return "" if owner is None else str(int(owner[-12:]))
 
 
@@ -271,8 +268,8 @@ def this_process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Put this process on a machine with four GPUs, before any library has read a variable."""
     monkeypatch.setattr(Inventory, "current", lambda **_: FOUR)
     monkeypatch.setattr(cuda, "_uuids_seen_by_torch", lambda: None)
-    monkeypatch.setattr(apply, "applied", None)
-    monkeypatch.setattr(apply, "_module_display", lambda _: None)
+    monkeypatch.setattr(decision_module, "_applied", None)
+    monkeypatch.setattr(decision_module, "display_of", lambda _: None)
     for module in ("mujoco.rendering.classic.gl_context", "mujoco.gl_context", "dm_control._render", "OpenGL.platform"):
         monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
     monkeypatch.setitem(sys.modules, "robosuite.utils.binding_utils", types.ModuleType("binding_utils"))
@@ -302,8 +299,9 @@ def test_index_set_by_torchrl_is_not_a_finding(this_process: pytest.MonkeyPatch)
 
 
 def test_display_on_another_device_is_found(this_process: pytest.MonkeyPatch) -> None:
-    this_process.setattr(apply, "_module_display", lambda module: "display" if module == "mujoco.egl" else None)
-    this_process.setattr(apply, "egl_index_of", lambda _: 3)
+    shared = {"mujoco": "display", "gymnasium": "display"}
+    this_process.setattr(decision_module, "display_of", shared.get)
+    this_process.setattr(decision_module, "egl_index_of", lambda _: 3)
     assert check_environment() == ()  # no variable selects another device
     this_process.setenv(INDEX, "0")
     (found,) = check_environment()  # one finding, because mujoco and gymnasium share the display
@@ -317,7 +315,7 @@ def test_applied_decision_is_not_a_finding(this_process: pytest.MonkeyPatch) -> 
         this_process.setenv(name, str(value))
     this_process.setenv(MASK, "0")  # robosuite's assertion would fail on it, and is seen to
     assert len(check_environment()) == 2
-    this_process.setattr(apply, "applied", apply.Applied(decision.variables, ""))
+    this_process.setattr(decision_module, "_applied", decision)
     assert check_environment() == ()
     this_process.setenv(INDEX, "2")
     assert len(check_environment()) == 2

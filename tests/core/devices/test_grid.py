@@ -6,7 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -24,11 +24,7 @@ MUJOCO_4 = ROOT / ".venv-mujoco4" / "bin" / "python"
 # The installed renderers, and mujoco 4 from a virtual environment of its own.
 INSTALLED = {name: metadata.version(name) for name in ("mujoco", "dm_control", "robosuite")}
 VERSIONS = dict.fromkeys(INSTALLED, INSTALLED) | {"mujoco 4": {"mujoco": "4.0.0"}}
-without_pyrender = pytest.mark.skipif(util.find_spec("pyrender") is None, reason="pyrender is not installed")
-every_renderer = pytest.mark.parametrize(
-    "renderer", [*sorted(VERSIONS), pytest.param("pyrender", marks=without_pyrender)]
-)
-VERSIONS["pyrender"] = {"pyrender": "0.1.45"}
+every_renderer = pytest.mark.parametrize("renderer", sorted(VERSIONS))
 
 # 24 orders, to which Mesa's software device is appended, and 64 masks.
 ORDERS = list(itertools.permutations(range(4)))
@@ -110,15 +106,11 @@ def test_render_same_selects_compute_gpu_over_all_orders_and_masks(renderer: str
             wanted.append(gpu)
     assert len(cases) == 2 * 1536
     assert select_gpus(renderer, cases) == wanted
-    if renderer in CORRECT_BY_MASK_ALONE:
-        alone = [
-            case(order, {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}) for order, mask in orders_and_masks()
-        ]
-        right = [
-            choice == mask[0]
-            for choice, (_, mask) in zip(select_gpus(renderer, alone), orders_and_masks(), strict=True)
-        ]
-        assert sum(right) == CORRECT_BY_MASK_ALONE[renderer]
+    alone = [case(order, {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}) for order, mask in orders_and_masks()]
+    right = [
+        choice == mask[0] for choice, (_, mask) in zip(select_gpus(renderer, alone), orders_and_masks(), strict=True)
+    ]
+    assert sum(right) == CORRECT_BY_MASK_ALONE[renderer]
 
 
 @pytest.mark.sample
@@ -127,22 +119,21 @@ def test_rule_matches_renderer_over_all_orders_and_masks(renderer: str, select_g
     rule = renderers.find_renderer(without_version(renderer), VERSIONS[renderer])
     cases, expected = [], []
     for order, mask in orders_and_masks():
-        environ = {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}
-        view = renderers.EglView.from_machine(Machine(machine_of(order, renderer), environ))
+        environ, machine = {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}, machine_of(order, renderer)
         # Each pair is tested with two values. Unusual masks have a test of their own.
         for value in VALUES[len(cases) // 2 % 5 :: 5]:
-            steering = environ if value is None else {**environ, rule.index: value}
+            steering = environ if value is None else {**environ, "MUJOCO_EGL_DEVICE_ID": value}
             cases.append(case(order, steering))
-            expected.append(selected_gpu(rule, steering, view, order))
+            expected.append(selected_gpu(rule, steering, machine, order))
     assert len(cases) == 3072
     assert select_gpus(renderer, cases) == expected
 
 
 def selected_gpu(
-    rule: renderers.Renderer, environ: Mapping[str, str], view: renderers.EglView, order: Sequence[int]
+    rule: renderers.Renderer, environ: Mapping[str, str], machine: Inventory, order: Sequence[int]
 ) -> int | None:
     try:
-        return order[rule.select_egl_device(environ, view)]
+        return order[rule.select_egl_device(Machine(machine, environ))]
     except renderers.RendererFailsError:
         return None
 
@@ -153,7 +144,6 @@ def selected_gpu(
     [
         *((name, "") for name in sorted(INSTALLED)),
         *(("mujoco 4", lacks) for lacks in ("", "cuda")),  # only mujoco 4 reads that property
-        pytest.param("pyrender", "", marks=without_pyrender),
     ],
 )
 def test_rule_matches_renderer_on_unusual_masks(renderer: str, lacks: str, select_gpus: Ask) -> None:
@@ -168,10 +158,9 @@ def test_rule_matches_renderer_on_unusual_masks(renderer: str, lacks: str, selec
         machine = machine_of(order, renderer, 8)
         egl = tuple(dataclasses.replace(device, cuda=device.cuda and not lacks) for device in machine.egl or ())
         environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
-        view = renderers.EglView.from_machine(Machine(dataclasses.replace(machine, egl=egl), environ))
-        steering = environ if value is None else {**environ, rule.index: value}
+        steering = environ if value is None else {**environ, "MUJOCO_EGL_DEVICE_ID": value}
         cases.append(case(order, steering, FAKE_GPUS="8", FAKE_EGL_LACKS=lacks))
-        expected.append(selected_gpu(rule, steering, view, order))
+        expected.append(selected_gpu(rule, steering, dataclasses.replace(machine, egl=egl), order))
     assert {None, -1, 0, 1} <= set(expected)
     assert select_gpus(renderer, cases) == expected
 
@@ -242,12 +231,13 @@ def visible_to_torch(mask: str, counted: Sequence[int]) -> list[int]:
 
 CONTEXT = """
 import importlib, sys
-from rl_ext_core.devices import apply, resolve
+from rl_ext_core.devices import resolve
+from rl_ext_core.devices.decision import display_of, egl_index_of
 renderer, module, name = sys.argv[1:]
 decision = resolve("cpu", render="nvidia-smi:3", renderer=renderer)
 decision.apply()
 context = getattr(importlib.import_module(module), name)(64, 64)
-print(decision.egl.index, apply.egl_index_of(apply.display_of(renderer)))
+print(decision.egl.index, egl_index_of(display_of(renderer)))
 """
 
 

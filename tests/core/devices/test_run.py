@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,17 +150,6 @@ def test_dry_run_prints_lines_for_a_shell(monkeypatch: pytest.MonkeyPatch, capsy
     assert shell.stdout == "1,-1,3\n"
 
 
-class _NvmlOfTwoUses(FakeNvml):
-    """A fake NVML on which each process computes on GPU 0 and renders on another GPU."""
-
-    renders_on = 1
-
-    def _processes_on(self, gpu: Any, pids: Sequence[int]) -> list[types.SimpleNamespace]:
-        graphics = len(pids) < len(self.processes) or self.renders_on == 0
-        wanted = self.renders_on if len(pids) == 1 and graphics else 0
-        return [types.SimpleNamespace(pid=pid, usedGpuMemory=2**21) for pid in pids if gpu.index == wanted]
-
-
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_doctor_of_a_process_compares_its_gpus(
     elsewhere: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -170,8 +158,7 @@ def test_doctor_of_a_process_compares_its_gpus(
         [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, env={MASK: "1", "HOME": "/x"}
     )
     try:
-        nvml = _NvmlOfTwoUses(gpus(2), processes={child.pid: "python", 1: "x"})
-        nvml.renders_on = int(elsewhere)
+        nvml = FakeNvml(gpus(2), computing={child.pid: 0, 1: 0}, rendering={child.pid: int(elsewhere)})
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
         monkeypatch.setattr(Inventory, "current", lambda **_: machine(2))
         monkeypatch.setattr(verify_module, "_HOST_PIDS", os.readlink("/proc/self/ns/pid"))

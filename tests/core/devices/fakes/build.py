@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import pytest
 
 from rl_ext_core.devices import Inventory
+from tests.programs import ROOT
 
 SOURCES = Path(__file__).parent
 LIBRARIES = {"nvml.c": "libnvidia-ml.so.1", "egl.c": "libEGL.so.1", "cuda.c": "libcuda.so.1"}
@@ -78,6 +79,7 @@ class Drivers:
         """
         environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
         environ["LD_LIBRARY_PATH"] = str(self._folder_without(without))
+        environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "shared")))  # this tree's code
         done = subprocess.run(
             [str(word) for word in command], env={**environ, **settings}, capture_output=True, text=True, check=False
         )

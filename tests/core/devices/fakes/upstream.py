@@ -27,7 +27,6 @@ VARIABLES = (
     "CUDA_DEVICE_ORDER",
     "CUDA_VISIBLE_DEVICES",
     "MUJOCO_EGL_DEVICE_ID",
-    "EGL_DEVICE_ID",
 )
 
 
@@ -41,11 +40,6 @@ def selection_of(renderer: str) -> tuple[Callable[[], Any], Any]:
         from dm_control._render.pyopengl import egl_renderer
 
         return egl_renderer.create_initialized_headless_egl_display, egl_renderer.EGL.EGL_NO_DISPLAY
-    if renderer == "pyrender":
-        from pyrender.platforms import egl
-
-        # OffscreenRenderer does the same, and then creates a context on the device.
-        return lambda: egl.get_device_by_index(int(os.environ.get("EGL_DEVICE_ID", "0"))).get_display(), None
     assert renderer in ("robosuite", "robosuite_import")
     from robosuite.renderers.context import egl_context
 
@@ -89,7 +83,7 @@ def main(renderer: str, cases: Path, choices: Path) -> None:
         os.environ.update(variables)
         try:
             display = select()
-        except (RuntimeError, ValueError, IndexError, AssertionError):
+        except (RuntimeError, ValueError, AssertionError):
             return None
         return None if display == no_display else int(gpu_of(ctypes.cast(display, ctypes.c_void_p)))
 
