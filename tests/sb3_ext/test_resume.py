@@ -353,8 +353,8 @@ def test_damaged_save_is_skipped(tmp_path: Path) -> None:
 def test_save_of_another_version_is_not_damaged(tmp_path: Path) -> None:
     ppo().learn(32, callback=ResumeCallback(tmp_path, 16))
     marker = max(tmp_path.iterdir()) / "save.json"
-    marker.write_text(marker.read_text().replace("sb3_ext save 4", "sb3_ext save 9"))
-    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 4'\. Use the version"):
+    marker.write_text(marker.read_text().replace("sb3_ext save 5", "sb3_ext save 9"))
+    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 5'\. Use the version"):
         resume(tmp_path, cartpoles())
 
 
