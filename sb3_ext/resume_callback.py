@@ -389,11 +389,19 @@ class _RunPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__" and "<" not in obj.__qualname__:
             return obj.__qualname__
-        if type(obj) is np.ndarray and not obj.dtype.hasobject and obj.strides != obj.copy(order="C").strides:
-            # The order of later sums depends on the layout, also on the strides of axes with one element.
-            order = sorted(range(obj.ndim), key=lambda axis: (obj.strides[axis], obj.shape[axis]), reverse=True)
-            return np.transpose, (np.array(obj.transpose(order), order="C"), np.argsort(order))
+        if type(obj) is np.ndarray and not obj.dtype.hasobject and obj.size and min(obj.strides, default=0) > 0:
+            contiguous = obj.copy(order="C")
+            if obj.strides != contiguous.strides:
+                return _copy_with_strides, (contiguous, obj.strides)
         return super().reducer_override(obj)
+
+
+def _copy_with_strides(saved: np.ndarray, strides: tuple[int, ...]) -> np.ndarray:
+    """Return a copy of an array with the layout of the original, on which the order of later sums depends."""
+    n_bytes = sum((size - 1) * step for size, step in zip(saved.shape, strides, strict=True)) + saved.itemsize
+    found: np.ndarray = np.ndarray(saved.shape, saved.dtype, np.zeros(n_bytes, np.uint8), strides=strides)
+    found[...] = saved
+    return found
 
 
 class _RunUnpickler(pickle.Unpickler):
