@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import gymnasium
 import numpy as np
-from gymnasium.envs.registration import EnvSpec
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from stable_baselines3.common.vec_env.util import dict_to_obs
@@ -63,7 +62,6 @@ def make_vec_env(
     isolation: IsolationChoice = "auto",
     probe_timeout: float | None = None,
     devices: Any = None,
-    vectorization_mode: Any = None,
     cwd: str | os.PathLike[str] | None = None,
     recorder: bool | str | os.PathLike[str] | None = None,
 ) -> VecEnv:
@@ -82,8 +80,6 @@ def make_vec_env(
     :param probe_timeout: seconds that each call of the environment may take while it is probed, see
         :func:`~rl_ext_core.isolation.probe`
     :param devices: devices of the environments, see :meth:`EnvFactory.for_workers`
-    :param vectorization_mode: argument of ``gymnasium.make_vec``, to create a vectorized environment from an id:
-        ``"sync"``, ``"async"``, ``"vector_entry_point"``
     :param cwd: ``"own"`` starts one process per environment, each in an empty working directory. A path starts each in
         a copy of that folder. ``isolation_report`` names these directories. By default workers share the working
         directory of this process
@@ -100,19 +96,16 @@ def make_vec_env(
     """
     count = resources.usable_cores() if n_envs is None else check_count("n_envs", n_envs)
     seed = None if seed is None else check_count("seed", seed, least=0)  # gymnasium accepts only Python integers
-    wrappers: list[Any] = [functools.partial(wrapper_class, **(wrapper_kwargs or {}))] if wrapper_class else []
     parallel = hasattr(env_id, "possible_agents") and is_parallel_env(env_id)
-    if parallel or vectorization_mode is not None or _is_vectorized(env_id):
+    if parallel or _is_vectorized(env_id):
         isolation_fits = isolation == "auto" or (parallel and isolation == "in-process")
         refused: dict[str, Any] = {
             **{"monitor_dir": monitor_dir, "monitor_kwargs": monitor_kwargs, "vec_env_cls": vec_env_cls, "cwd": cwd},
             **{"devices": devices, "probe_timeout": probe_timeout, "start_index": start_index or None},
             **{"recorder": recorder, "isolation": None if isolation_fits else isolation},
+            **{"env_kwargs": env_kwargs, "wrapper_class": wrapper_class, "wrapper_kwargs": wrapper_kwargs},
+            "vec_env_kwargs": (vec_env_kwargs or None) if parallel else None,
         }
-        if parallel or vectorization_mode is None:
-            refused |= {"env_kwargs": env_kwargs, "wrapper_class": wrapper_class, "wrapper_kwargs": wrapper_kwargs}
-        if parallel:
-            refused |= {"vectorization_mode": vectorization_mode, "vec_env_kwargs": vec_env_kwargs or None}
         for name, value in refused.items():
             if value is not None:
                 raise InvalidArgumentError(
@@ -122,20 +115,23 @@ def make_vec_env(
         if parallel:
             vec_env: VecEnv = MultiAgentVecEnv([as_factory(env_id)] * count)
             report = "All agents are in this process, played by one policy."
+        elif n_envs in (None, 1, env_id.num_envs):
+            vec_env, report = GymVecEnv(env_id, **(vec_env_kwargs or {})), "The environment is vectorized already."
         else:
-            env = _get_vectorized(env_id, n_envs, count, vectorization_mode, wrappers, env_kwargs or {})
-            vec_env, report = GymVecEnv(env, **(vec_env_kwargs or {})), "The environment is vectorized already."
+            raise InvalidArgumentError(
+                f"n_envs={n_envs} does not match the vectorized environment, which has {env_id.num_envs}. Leave it out"
+            )
         vec_env.seed(seed)
         vec_env.action_space.seed(seed)
         return _with_report(vec_env, report)
     if isinstance(env_id, str) and env_id not in gymnasium.registry:
         env_id = game_of_id(env_id) or env_id  # stable-retro games are not in gymnasium's registry
+    wrappers: list[Any] = [functools.partial(wrapper_class, **(wrapper_kwargs or {}))] if wrapper_class else []
     source = functools.cache(lambda: _factory_source(env_id, env_kwargs or {}))
     limit = (vec_env_kwargs or {}).get("start_timeout")
     base_factory = functools.cache(lambda: convert(source(), verify=True, timeout=limit).then(as_gymnasium_env))
 
     def probe_factories() -> list[EnvFactory[Any]]:
-        """Return the factories of the environments that the probe tries."""
         # The same wrappers as in training, except that trials write no monitor files.
         return [functools.reduce(EnvFactory.then, [environments.wrap_in_monitor, *wrappers], base_factory())] * count
 
@@ -154,7 +150,6 @@ def make_vec_env(
         return functools.reduce(lambda env, wrap: wrap(env), wrappers_of_rank(rank), as_gymnasium_env(source()()))
 
     def build_in_process() -> DummyVecEnv:
-        """Build a ``DummyVecEnv`` with all environments."""
         if devices is not None or isinstance(source(), EnvFactory) or not callable(source()):
             return InProcessVecEnv(list(factories()))
         # Call the caller's own function, which may share objects with the training. A factory would copy them.
@@ -183,22 +178,6 @@ def make_vec_env(
 
 def _is_vectorized(env: Any) -> bool:
     return not isinstance(env, type) and hasattr(env, "step") and isinstance(getattr(env, "num_envs", None), int)
-
-
-def _get_vectorized(env_id: Any, n_envs: int | None, count: int, mode: Any, wrappers: Any, env_kwargs: Any) -> Any:
-    """Return a vectorized environment, or create one from an id with gymnasium."""
-    if mode is None:
-        if n_envs not in (None, 1, env_id.num_envs):
-            raise InvalidArgumentError(
-                f"n_envs={n_envs} does not match the vectorized environment, which has {env_id.num_envs}. Leave it out"
-            )
-        return env_id
-    if not isinstance(env_id, (str, EnvSpec)):
-        raise InvalidTypeError(
-            f"vectorization_mode={mode!r} is for ids, but env_id is {env_id!r}. Vectorize it yourself: "
-            "make_vec_env(gymnasium.vector.SyncVectorEnv([make_env] * 4))"
-        )
-    return gymnasium.make_vec(env_id, count, mode, None, wrappers or None, **env_kwargs)
 
 
 def _factory_source(env_id: Any, env_kwargs: dict[str, Any]) -> Any:
@@ -288,26 +267,18 @@ class AutoVecEnv:
         check_env_fns(env_fns)
 
         def build_in_process() -> DummyVecEnv:
-            """Build a ``DummyVecEnv`` with all environments."""
             # Call the caller's own functions, which may share objects with each other. A factory would copy them.
             own = all(callable(env_fn) for env_fn in env_fns)
             return InProcessVecEnv(list(env_fns) if own else list[Any](make_factories(env_fns)))
 
-        def probe_factories() -> list[EnvFactory[Any]]:
-            """Return a factory per environment for the probe, one for each different function."""
-            made = {id(env_fn): as_factory(env_fn, verify=False) for env_fn in env_fns}
-            return [made[id(env_fn)] for env_fn in env_fns]
-
-        how = isolation, options, probe_timeout
-        return _build_vec_env(
-            functools.partial(make_factories, env_fns), build_in_process, probe_factories, len(env_fns), *how
-        )
+        factories, how = functools.partial(make_factories, env_fns), (isolation, options, probe_timeout)
+        return _build_vec_env(factories, build_in_process, lambda: list(env_fns), len(env_fns), *how)
 
 
 def _build_vec_env(
     factories: Callable[[], Sequence[EnvFactory[Any]]],
     build_in_process: Callable[[], DummyVecEnv],
-    probe_factories: Callable[[], Sequence[EnvFactory[Any]]],
+    probe_factories: Callable[[], Sequence[Any]],
     n_envs: int,
     isolation: IsolationChoice,
     options: dict[str, Any],
@@ -318,7 +289,7 @@ def _build_vec_env(
 
     :param factories: returns the factories that workers call
     :param build_in_process: builds all environments in this process
-    :param probe_factories: returns the factories to probe; equal environments are the same object
+    :param probe_factories: returns what to probe; equal environments are the same object
     :param needed: names of arguments in addition to ``options`` that only processes can use
     """
     if isolation not in ("auto", "process", "in-process"):
@@ -333,7 +304,12 @@ def _build_vec_env(
 
     def build_here(report: str) -> VecEnv:
         """Build all environments in this process, and record their episodes."""
-        return _with_report(_record_crashes(build_in_process(), factories, workers.recorder), report)
+        vec_env = build_in_process()
+        if workers.recorder is not False:
+            record = functools.partial(record_exception, recorder=workers.recorder, build_factories=factories)
+            for number, env in enumerate(vec_env.envs):
+                vec_env.envs[number] = EpisodeRecorder(env, functools.partial(record, environment=number))
+        return _with_report(vec_env, report)
 
     # All options except the recorder need workers.
     given = [name for name, value in options.items() if name != "recorder" and value is not None]
@@ -354,27 +330,18 @@ def _build_vec_env(
         return _with_report(vec_env, report)
     if n_envs == 1:
         return build_here("There is only one environment, so it runs in this process, without a probe.")
-    verdict = None
     try:
         verdict = probe(probe_factories(), timeout=probe_timeout)
-        unknown = verdict.explanation if verdict.isolation is Isolation.UNKNOWN else ""
     except NotCopyableError as error:
-        unknown = f"The environments cannot be sent to another process: {error}."
+        text = f"The environments cannot be sent to another process: {error}."
+        verdict = Verdict(Isolation.UNKNOWN, text, "probe")
     except (WorkerError, OSError) as error:
-        unknown = f'The environments could not be probed: {error}. For one process each, use isolation="process".'
-    if verdict is None or unknown:  # fall back to SB3's choice, with one warning, unless options need processes
-        if needed:
-            return _with_report(
-                SharedMemoryVecEnv(factories(), **{**options, "n_workers": n_envs}),
-                f"{unknown} {_describe_sharing(n_envs, n_envs)}, {reason}.",
-            )
-        report = f"{unknown} All environments run in this process, although it may not support several of them."
-        untried = build_here(report)
-        _log.warning("%s", report)
-        return untried
+        text = f'The environments could not be probed: {error}. For one process each, use isolation="process".'
+        verdict = Verdict(Isolation.UNKNOWN, text, "probe")
     n_workers, sentence = _choose_n_workers(verdict, n_envs, workers.n_workers, reason)
     report = f"{verdict.explanation} {sentence}"
-    _log.info("%s", report)
+    is_guess = verdict.isolation is Isolation.UNKNOWN and n_workers == 0
+    _log.log(logging.WARNING if is_guess else logging.INFO, "%s", report)
     if n_workers == 0:
         return build_here(report)
     made = factories()
@@ -422,25 +389,6 @@ class InProcessVecEnv(DummyVecEnv):
         return dict_to_obs(self.observation_space, copied)
 
 
-def _record_crashes(
-    vec_env: DummyVecEnv, factories: Callable[[], Sequence[EnvFactory[Any]]], recorder: bool | str | os.PathLike[str]
-) -> VecEnv:
-    """Wrap the environments of a ``DummyVecEnv``, so that an exception writes a record of the episode.
-
-    :param factories: returns the factories of the environments, for the records
-    """
-    if recorder is not False:
-        for number, env in enumerate(vec_env.envs):
-            record = functools.partial(
-                record_exception,
-                recorder=recorder,
-                build_factories=factories,
-                environment=number,
-            )
-            vec_env.envs[number] = EpisodeRecorder(env, record)
-    return vec_env
-
-
 def _describe_sharing(n_workers: int, n_envs: int) -> str:
     """Return a clause that describes how processes share the environments."""
     if n_workers == n_envs:
@@ -471,6 +419,10 @@ def _choose_n_workers(verdict: Verdict, n_envs: int, n_workers: int | None, reas
         if verdict.in_process:
             advice = f"They could share this process, but not with these options, {reason}. Leave them out"
         raise IsolationError(f"{verdict.explanation} {advice}")
+    if verdict.isolation is Isolation.UNKNOWN and reason:
+        return n_envs, f"{_describe_sharing(n_envs, n_envs)}, {reason}."
+    if verdict.isolation is Isolation.UNKNOWN:  # SB3's choice
+        return 0, "All environments run in this process, although it may not support several of them."
     if verdict.isolation is not Isolation.INDEPENDENT:
         return n_envs, f"So each of the {n_envs} has its own process."
     if n_workers is not None:

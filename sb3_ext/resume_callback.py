@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import json
 import os
 import pathlib
@@ -20,7 +19,7 @@ import uuid
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -44,6 +43,7 @@ from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, Repetition
 from rl_ext_core.recording.generators import global_states, restore_global_states
 from rl_ext_core.recording.layers import (
     LayerState,
+    describe_layers,
     layer_state,
     layer_states,
     record_construction,
@@ -53,41 +53,24 @@ from rl_ext_core.recording.layers import (
     unsaved_attributes,
 )
 from rl_ext_core.resources import NO_SPACE, check_folder, check_path, write_problem
-from rl_ext_core.vector.environments import check_count
+from rl_ext_core.vector.environments import CALLS, check_count
 from rl_ext_core.vector.pool import Pool
 from sb3_ext.replay_buffers import CompressedReplayBuffer
 from sb3_ext.vec_env import PoolVecEnv
 
 __all__ = ["ResumeCallback", "resume"]
 
-_FORMAT = "sb3_ext save 4"
+_FORMAT = "sb3_ext save 5"
 _MARKER, _MODEL, _BUFFER, _STATE = "save.json", "model.zip", "replay_buffer.pkl", "state.pkl"
 _STORAGE = "storage"  # copy of storage_dir
 _LOCK = "lock"
 _SAVE_NAME, _UNFINISHED_NAME = re.compile(r"save-(\d+)"), re.compile(r"\.unfinished-save-\d+(-old)?")
 _N_SAVES = 2
-# Attributes of a model that load() does not restore, or that setting up the model overwrites.
-_MODEL_ATTRIBUTES = (
-    "_last_obs",
-    "_last_episode_starts",
-    "_last_original_obs",
-    "_last_lstm_states",
-    "ep_info_buffer",
-    "ep_success_buffer",
-    "num_timesteps",
-    "_total_timesteps",
-    "_num_timesteps_at_start",
-    "_current_progress_remaining",
-    "_episode_num",
-    "_n_updates",
-    "_n_calls",
-    "exploration_rate",
-)
 _SDE_ATTRIBUTES = ("exploration_mat", "exploration_matrices")
 # Attributes of a logger with the values that it has not written yet.
 _LOGGED = ("name_to_value", "name_to_count", "name_to_excluded")
 # Attributes of callbacks and wrappers of a VecEnv that are not their state.
-_LINKS = ("locals", "globals", "logger", "class_attributes")
+_LINKS = ("locals", "globals", "logger", "class_attributes", "_marks")
 
 # Names of the runs, by which a folder with saves of another run is refused.
 _runs: weakref.WeakKeyDictionary[BaseAlgorithm, str] = weakref.WeakKeyDictionary()
@@ -123,7 +106,6 @@ class ResumeCallback(BaseCallback):
         check_path("folder", folder)
         self.folder = pathlib.Path(folder)
         self.every = check_count("every", every)
-        self._next_save = every
         self._warned = False
 
     def _init_callback(self) -> None:
@@ -158,9 +140,9 @@ class ResumeCallback(BaseCallback):
         saves = _saves(self.folder)
         run = _runs.setdefault(model, uuid.uuid4().hex)
         state = _pending.get(model)
-        is_resumed = state is not None and state["model"]["num_timesteps"] == model.num_timesteps
+        is_resumed = state is not None and state["num_timesteps"] == model.num_timesteps
         is_earlier = saves and not is_resumed and model.num_timesteps < _timesteps_of(saves[-1])
-        if saves and (_run_of(saves[-1]) != run or is_earlier):
+        if saves and (_read_marker(saves[-1]).get("run") != run or is_earlier):
             raise InvalidArgumentError(
                 f"folder={str(self.folder)!r} contains saves of another run, the last one at "
                 f"{_timesteps_of(saves[-1])} timesteps, and this run is at {model.num_timesteps}. Continue it with "
@@ -190,8 +172,7 @@ class ResumeCallback(BaseCallback):
             _restore_callbacks(self._callbacks(), state["callbacks"], model)
             for name, values in state["logged"].items():
                 getattr(self.logger, name).update(values)
-            if model._total_timesteps != state["model"]["_total_timesteps"]:
-                total = state["model"]["_total_timesteps"]
+            if model._total_timesteps != (total := state["total_timesteps"]):
                 warnings.warn(
                     f"learn() ends at {model._total_timesteps} timesteps, but the saved run at {total}, so schedules "
                     f"differ: use model.learn({total} - model.num_timesteps, reset_num_timesteps=False, ...)",
@@ -200,20 +181,17 @@ class ResumeCallback(BaseCallback):
         if model.num_timesteps >= self._next_save:
             self._next_save = (model.num_timesteps // self.every + 1) * self.every
             callbacks = self._callbacks()
+            state = _state_of_run(model, callbacks)
             if not self._warned:
-                _warn_of_unsaved_attributes(callbacks, model, _recorded_environments(self.training_env))
+                _warn_of_unsaved_attributes(callbacks, state)
                 self._warned = True
-            try:
-                _write_save(self.folder, model, callbacks)
-            except StorageError:
-                _unlock_folder(self.folder.resolve())
-                raise
+            _write_save(self.folder, model, state)
 
     def _on_step(self) -> bool:
         return True
 
     def _on_training_end(self) -> None:
-        _unlock_folder(self.folder.resolve())
+        _unlock_folder(self.folder)
 
     def _callbacks(self, *, before: bool = False) -> list[BaseCallback]:
         """Return all callbacks of this training, except this class and lists, or only those before this one."""
@@ -258,12 +236,12 @@ def resume(
     _check_number_of_envs(env, len(state["environments"]))
     vec_env = state["class"]._wrap_env(env, verbose=0)  # as load() does
     load_line = f"{state['class'].__name__}.load({str(save / _MODEL)!r}, env=env)"
-    names = [type(layer).__name__ for layer in _layers(vec_env)]
-    _check_descriptions("env has the wrappers", names, [layer.description for layer in state["layers"]], load_line)
+    wrappers = " of ".join(type(layer).__name__ for layer in _layers(vec_env))
+    _check_description("env has the wrappers", wrappers, state["layers"], load_line)
     environments = _recorded_environments(vec_env)
-    for index, states in enumerate(zip(environments.layer_states(), state["environments"], strict=True)):
-        found, expected = ([layer.description for layer in layers] for layers in states)
-        _check_descriptions(f"environment {index} is", found, expected, load_line)
+    for index, layers in enumerate(state["environments"]):
+        (description,) = environments.call([index], "apply", (describe_layers,))
+        _check_description(f"environment {index} is", description, layers, load_line)
     device = get_device(device)
     if state["storage"] is not None:
         # Before files are replaced, because their newer transitions are lost then
@@ -279,8 +257,8 @@ def resume(
             model.replay_buffer._restore_attributes(state["storage"]["attributes"])  # type: ignore[union-attr]
             if (lengths := state["storage"]["lengths"]) is not None:
                 model.replay_buffer.ep_length[: len(lengths)] = lengths  # type: ignore[union-attr]
-    for name, value in state["model"].items():
-        setattr(model, name, _on_device(value, model.device))
+    for present, tensor in zip(_lstm_states(model), state["lstm_states"], strict=True):
+        present.copy_(tensor)
     if state["shares_action_space"]:  # from which environments of a DummyVecEnv may draw, too
         model.action_space = vec_env.action_space
     problems = _repeat_episodes(environments, state["logs"])
@@ -291,83 +269,68 @@ def resume(
         for sentence in restore_layer(layer, saved, _links_of(layer, vec_env)):
             warnings.warn(f"Wrapper: {sentence}.", stacklevel=2)
     for index, layers in enumerate(state["environments"]):
-        for sentence in environments.restore_layers(index, layers):
+        (sentences,) = environments.call([index], "apply", (restore_layers, layers))
+        for sentence in sentences:
             warnings.warn(f"Environment {index}: {sentence}.", stacklevel=2)
     for problem in problems:
         warnings.warn(f"{problem}, so all environments start new episodes.", stacklevel=2)
     if problems:
         _truncate_episodes(model)
     _restore_generators(model, state)
-    _runs[model] = state["run"]
+    _runs[model] = _read_marker(save)["run"]
     _pending[model] = state
     return model
 
 
-# Locks of the folders to which this process saves: the open file, and the thread of the training.
-_locks: dict[pathlib.Path, tuple[int, threading.Thread]] = {}
+# Locks of the folders to which this process saves: the thread of the training, and the function that unlocks.
+_locks: dict[pathlib.Path, tuple[threading.Thread, weakref.finalize[..., Any]]] = {}
 
 
 def _lock_folder(callback: ResumeCallback) -> None:
     """Lock the folder of the saves until the training ends, or the callback is deleted.
 
     A training that an exception has ended in this thread gives up its lock.
-
-    :raises StorageError: If another training uses the folder.
     """
-    folder, thread = callback.folder.resolve(), threading.current_thread()
-    if folder in _locks and (_locks[folder][1] is thread or not _locks[folder][1].is_alive()):
+    folder = callback.folder.resolve()
+    if folder in _locks and (_locks[folder][0] is threading.current_thread() or not _locks[folder][0].is_alive()):
         _unlock_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _LOCK
     try:
-        descriptor = _system.open_exclusive(path)
+        descriptor = _system.open_exclusive(folder / _LOCK)
     except BlockingIOError:
-        owner = "another thread of this process" if folder in _locks else f"process {path.read_text()[:32]}"
+        owner = f"process {(folder / _LOCK).read_text()[:32]}"
+        owner = "another thread of this process" if folder in _locks else owner
         raise StorageError(
             f"folder={str(callback.folder)!r} is in use by {owner}, which saves its training there. Wait until it "
             f"ends, or use another folder: ResumeCallback({str(callback.folder) + '-2'!r})"
         ) from None
     except OSError as error:
-        raise StorageError(f"cannot lock {path}: {error}. Use a folder on a local disk") from error
+        raise StorageError(f"cannot lock {folder / _LOCK}: {error}. Use a folder on a local disk") from error
     os.ftruncate(descriptor, 0)
     _system.write_at(descriptor, str(os.getpid()).encode(), 0)
-    _locks[folder] = descriptor, thread
-    weakref.finalize(callback, _unlock_folder, folder, descriptor)
+    _locks[folder] = threading.current_thread(), weakref.finalize(callback, _close_lock, folder, descriptor)
 
 
-def _unlock_folder(folder: pathlib.Path, descriptor: int | None = None) -> None:
-    """Unlock a folder, and delete the file of the lock.
+def _unlock_folder(folder: pathlib.Path) -> None:
+    if (lock := _locks.get(folder.resolve())) is not None:
+        lock[1]()
 
-    :param descriptor: the lock to end; default: the present one of this process
-    """
-    if folder in _locks and descriptor in (None, _locks[folder][0]):
-        steps: list[Any] = [(folder / _LOCK).unlink, functools.partial(os.close, _locks.pop(folder)[0])]
-        for step in reversed(steps) if os.name == "nt" else steps:  # Windows cannot delete an open file
-            with contextlib.suppress(OSError):
-                step()
+
+def _close_lock(folder: pathlib.Path, descriptor: int) -> None:
+    del _locks[folder]
+    with contextlib.suppress(OSError):
+        _system.remove_file(folder / _LOCK)
+    os.close(descriptor)
 
 
 def _forget_locks_in_child() -> None:
     """Close the locks in a forked process, which would hold them after its parent's end."""
     while _locks:
-        os.close(_locks.popitem()[1][0])
+        if (finalizer := _locks.popitem()[1][1].detach()) is not None:
+            os.close(finalizer[2][1])
 
 
 _system.after_fork(_forget_locks_in_child)
-
-
-_init = DummyVecEnv.__init__
-
-
-@functools.wraps(_init)
-def _init_and_record(self: DummyVecEnv, env_fns: list[Callable[[], gymnasium.Env[Any, Any]]]) -> None:
-    """Record how the environments are after construction, because ResumeCallback sees them after their first reset."""
-    _init(self, env_fns)
-    for env in self.envs:
-        record_construction(env)
-
-
-DummyVecEnv.__init__ = _init_and_record  # type: ignore[method-assign]
 
 
 class _EnvironmentsHere:
@@ -375,7 +338,6 @@ class _EnvironmentsHere:
 
     A recorder is added to each environment that has none.
 
-    :param vec_env: the innermost VecEnv
     :param was_reset: whether the environments were reset, and not stepped since
     """
 
@@ -398,22 +360,13 @@ class _EnvironmentsHere:
         self._vec_env._save_obs(index, repetition.observation)
         return repetition
 
-    def layer_states(self) -> list[list[LayerState]]:
-        """Return the state of the wrappers of each environment."""
-        return list(map(layer_states, self._envs))
-
-    def restore_layers(self, index: int, states: list[LayerState]) -> list[str]:
-        """Set the state of the wrappers of an environment; return sentences on what is not restored."""
-        return restore_layers(self._envs[index], states)
+    def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
+        """Make the same call for some environments, and return the results."""
+        return [CALLS[name](self._envs[index], data) for index in environments]
 
 
 def _recorded_environments(vec_env: VecEnv, *, was_reset: bool = False) -> _EnvironmentsHere | Pool:
-    """Return the recorded environments inside a VecEnv and its wrappers.
-
-    :param was_reset: whether the environments were reset, and not stepped since
-    :raises InvalidTypeError: If the episodes of this kind of VecEnv cannot be recorded.
-    :raises InvalidArgumentError: If the VecEnv was created with ``recorder=False``.
-    """
+    """Return the recorded environments inside a VecEnv and its wrappers; raise an error if it cannot record them."""
     base = vec_env.unwrapped
     if isinstance(base, PoolVecEnv) and base._pool.log_memory is not None:
         return base._pool
@@ -436,7 +389,7 @@ class _RunPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__" and "<" not in obj.__qualname__:
             return obj.__qualname__
-        if type(obj) is np.ndarray and not obj.dtype.hasobject:
+        if type(obj) is np.ndarray and not obj.dtype.hasobject and obj.size and min(obj.strides, default=0) > 0:
             contiguous = obj.copy(order="C")
             if obj.strides != contiguous.strides:
                 return _copy_with_strides, (contiguous, obj.strides)
@@ -445,11 +398,8 @@ class _RunPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def _copy_with_strides(saved: np.ndarray, strides: tuple[int, ...]) -> np.ndarray:
     """Return a copy of an array with the layout of the original, on which the order of later sums depends."""
-    if saved.strides == strides or min(strides, default=0) < 0 or 0 in strides:
-        return saved.copy()
     n_bytes = sum((size - 1) * step for size, step in zip(saved.shape, strides, strict=True)) + saved.itemsize
-    memory = np.zeros(max(n_bytes, saved.itemsize), np.uint8)
-    found: np.ndarray = np.ndarray(saved.shape, saved.dtype, memory, strides=strides)
+    found: np.ndarray = np.ndarray(saved.shape, saved.dtype, np.zeros(n_bytes, np.uint8), strides=strides)
     found[...] = saved
     return found
 
@@ -485,23 +435,20 @@ def _check_number_of_envs(env: Any, expected: int) -> None:
         )
 
 
-def _check_descriptions(name: str, found: list[str], expected: list[str], load_line: str) -> None:
+def _check_description(name: str, found: str, layers: list[LayerState], load_line: str) -> None:
     """Raise an error if the wrappers of an environment or VecEnv differ from those of the saved run."""
+    expected = " of ".join(layer.description for layer in layers)
     if found != expected:
         raise InvalidArgumentError(
-            f"{name} {' of '.join(found) or 'nothing'}: expected {' of '.join(expected) or 'nothing'}, as in the saved "
-            f"run. Build it like that of the run, or continue with new episodes: {load_line}"
+            f"{name} {found or 'nothing'}: expected {expected or 'nothing'}, as in the saved run. Build it like that "
+            f"of the run, or continue with new episodes: {load_line}"
         )
 
 
 def _objects_of(model: Any) -> dict[str, Any]:
     """Return the attributes of a model that SB3 pickles."""
     states, variables = model._get_torch_save_params()
-    left_out = {
-        *_MODEL_ATTRIBUTES,
-        *model._excluded_save_params(),
-        *(name.split(".")[0] for name in states + variables),
-    }
+    left_out = {*model._excluded_save_params(), *(name.split(".")[0] for name in states + variables)}
     return {
         name: value for name, value in vars(model).items() if name not in left_out and not is_json_serializable(value)
     }
@@ -551,20 +498,23 @@ _wrap_env = BaseAlgorithm._wrap_env
 
 
 @functools.wraps(_wrap_env)
-def _wrap_and_see(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
-    """Record how wrappers are before the first reset, after which ResumeCallback gets them."""
+def _wrap_and_record(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
+    """Record how environments are before the first reset, after which ResumeCallback gets them."""
     vec_env = _wrap_env(env, verbose, monitor_wrapper)
     for layer in _layers(vec_env):
         record_layer(layer, _links_of(layer, vec_env))
+    if isinstance(vec_env.unwrapped, DummyVecEnv):
+        for each in vec_env.unwrapped.envs:
+            record_construction(each)
     return vec_env
 
 
-BaseAlgorithm._wrap_env = staticmethod(_wrap_and_see)  # type: ignore[method-assign]
+BaseAlgorithm._wrap_env = staticmethod(_wrap_and_record)  # type: ignore[method-assign]
 
 
-def _warn_of_unsaved_attributes(callbacks: list[BaseCallback], model: Any, environments: Any) -> None:
+def _warn_of_unsaved_attributes(callbacks: list[BaseCallback], state: dict[str, Any]) -> None:
     """Report attributes of environments and callbacks that are not saved."""
-    for index, layers in enumerate(environments.layer_states()):
+    for index, layers in enumerate(state["environments"]):
         if unsaved := unsaved_attributes(layers):
             warnings.warn(
                 f"Environment {index}: these attributes have changed and cannot be saved, so they start again after "
@@ -573,7 +523,8 @@ def _warn_of_unsaved_attributes(callbacks: list[BaseCallback], model: Any, envir
             )
             break  # others are usually alike
     packages = ("stable_baselines3", "sb3_contrib", "sb3_ext")
-    states = [_state_of(each, model) for each in callbacks if type(each).__module__.partition(".")[0] not in packages]
+    pairs = zip(callbacks, state["callbacks"], strict=True)
+    states = [saved for each, saved in pairs if type(each).__module__.partition(".")[0] not in packages]
     if unsaved := unsaved_attributes(states, opaque=True):
         warnings.warn(
             f"These attributes of callbacks are not saved, and start again after resume(): {', '.join(unsaved)}. Use "
@@ -636,10 +587,9 @@ def _generator_states(model: Any) -> dict[str, Any]:
     """Return the states of all global generators, and what was drawn for exploration."""
     return {
         "global": global_states(),
-        "cuda": [state.numpy() for state in th.cuda.get_rng_state_all()] if model.device.type == "cuda" else [],
+        "cuda": th.cuda.get_rng_state_all() if model.device.type == "cuda" else [],
         "sde": [
-            {name: getattr(each, name).detach().cpu().numpy() for name in _SDE_ATTRIBUTES}
-            for each in _sde_distributions(model)
+            {name: getattr(each, name).detach().cpu() for name in _SDE_ATTRIBUTES} for each in _sde_distributions(model)
         ],
         "action_noise": deepcopy(getattr(model, "action_noise", None)),  # the model gets another copy from its pickle
     }
@@ -650,22 +600,17 @@ def _restore_generators(model: Any, saved: dict[str, Any]) -> None:
     states = saved["generators"]
     restore_global_states(None, states["global"])
     if model.device.type == "cuda" and states["cuda"]:
-        th.cuda.set_rng_state_all([th.from_numpy(state.copy()) for state in states["cuda"]])
+        th.cuda.set_rng_state_all(states["cuda"])
     for distribution, matrices in zip(_sde_distributions(model), states["sde"], strict=False):
         for name, matrix in matrices.items():
-            setattr(distribution, name, th.from_numpy(matrix.copy()).to(model.device))
+            setattr(distribution, name, matrix.to(model.device))
     if states["action_noise"] is not None:
         vars(model.action_noise).update(deepcopy(vars(states["action_noise"])))
 
 
-def _on_device(value: Any, device: th.device) -> Any:
-    """Return a value with its tensors, in nested tuples, on a device."""
-    if isinstance(value, th.Tensor):
-        return value.to(device)
-    if isinstance(value, tuple):
-        parts = [_on_device(part, device) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value
+def _lstm_states(model: Any) -> list[th.Tensor]:
+    """Return the last states of a recurrent policy, which SB3 does not save."""
+    return [tensor for pair in getattr(model, "_last_lstm_states", ()) for tensor in pair]
 
 
 def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
@@ -675,21 +620,18 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
     return {
         "class": type(model),
         "objects": _objects_of(model),
-        "model": {
-            name: _on_device(getattr(model, name), th.device("cpu"))
-            for name in _MODEL_ATTRIBUTES
-            if hasattr(model, name)
-        },
+        "num_timesteps": model.num_timesteps,
+        "total_timesteps": model._total_timesteps,
+        "lstm_states": [tensor.cpu() for tensor in _lstm_states(model)],
         "action_generator": model.action_space._np_random,
         "shares_action_space": model.action_space is vec_env.action_space,
         "generators": _generator_states(model),
         "callbacks": [_state_of(each, model) for each in callbacks],
         "logged": _logged_values(model.logger),
         "layers": [_state_of(each, vec_env) for each in _layers(vec_env)],
-        "environments": environments.layer_states(),
+        "environments": environments.call(range(vec_env.num_envs), "apply", (layer_states,)),
         "logs": environments.episode_logs(),
         "storage": _storage_state(model),
-        "run": _runs[model],
     }
 
 
@@ -737,7 +679,7 @@ def _storage_state(model: Any) -> dict[str, Any] | None:
     return {"folder": os.fspath(_storage_dir(model)), "attributes": attributes, "lengths": lengths}
 
 
-def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback]) -> None:
+def _write_save(folder: pathlib.Path, model: Any, state: dict[str, Any]) -> None:
     """Write a save under a temporary name, rename it, and delete older ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
@@ -747,7 +689,7 @@ def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback])
     try:
         temporary.mkdir()
         with (temporary / _STATE).open("wb") as file:
-            _RunPickler(file).dump(_state_of_run(model, callbacks))
+            _RunPickler(file).dump(state)
         model.save(temporary / _MODEL)
         if isinstance(model, OffPolicyAlgorithm):
             if (storage_dir := _storage_dir(model)) is None:
@@ -797,7 +739,7 @@ def _flush_to_disk(path: pathlib.Path) -> None:
 def _file_checksum(path: pathlib.Path) -> int:
     value = 0
     with path.open("rb") as file:
-        while chunk := file.read(io.DEFAULT_BUFFER_SIZE * 128):
+        while chunk := file.read(1 << 20):
             value = zlib.crc32(chunk, value)
     return value
 
@@ -806,12 +748,12 @@ def _is_save(path: pathlib.Path) -> bool:
     return _SAVE_NAME.fullmatch(path.name) is not None and (path / _MARKER).is_file()
 
 
-def _run_of(save: pathlib.Path) -> Any:
-    """Return the name of the run that wrote a save; None if the save is damaged."""
+def _read_marker(save: pathlib.Path) -> dict[str, Any]:
+    """Return the format and run of a save, and the checksums of its files; nothing if the marker is damaged."""
     try:
-        return json.loads((save / _MARKER).read_text())["run"]
-    except (ValueError, KeyError, TypeError):
-        return None
+        return dict(json.loads((save / _MARKER).read_text()))
+    except (ValueError, TypeError):
+        return {}
 
 
 def _timesteps_of(save: pathlib.Path) -> int:
@@ -826,20 +768,16 @@ def _saves(folder: pathlib.Path) -> list[pathlib.Path]:
 def _newest_complete_save(folder: pathlib.Path) -> pathlib.Path:
     """Return the newest save whose files are not damaged."""
     for save in reversed(_saves(folder)):
-        try:
-            marker = json.loads((save / _MARKER).read_text())
-            if marker["format"] != _FORMAT:
-                raise CorruptFileError(
-                    f"{str(save)!r} has the format {marker['format']!r}: expected {_FORMAT!r}. Use the version of "
-                    "rl-ext that wrote it"
-                )
-            files = marker["files"]
+        marker = _read_marker(save)
+        if marker.get("format", _FORMAT) != _FORMAT:
+            raise CorruptFileError(
+                f"{str(save)!r} has the format {marker['format']!r}: expected {_FORMAT!r}. Use the version of rl-ext "
+                "that wrote it"
+            )
+        with contextlib.suppress(FileNotFoundError):
+            files = marker.get("files")
             if files and all(_file_checksum(save / name) == value for name, value in files.items()):
                 return save
-        except CorruptFileError:
-            raise
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            pass
         warnings.warn(f"{save} is damaged, so the save before it is used.", stacklevel=3)
     raise CorruptFileError(
         f"folder={str(folder)!r}: expected a complete save of ResumeCallback, found none. Start the run with "

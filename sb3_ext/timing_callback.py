@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import types
 
 from stable_baselines3.common.callbacks import BaseCallback, EventCallback
 
@@ -11,20 +12,6 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.pool import Timings
 
 __all__ = ["VecEnvTimingCallback"]
-
-
-@dataclasses.dataclass
-class _Marks:
-    """Times of the present ``learn()``, which mean nothing in another process and are not saved.
-
-    :ivar rollout_start: clock at the start of the last rollout
-    :ivar rollout_end: clock at the end of the last rollout; None before the first one has ended
-    :ivar timings: timings of the environment at the start of the last rollout
-    """
-
-    rollout_start: float = 0.0
-    rollout_end: float | None = None
-    timings: Timings = dataclasses.field(default_factory=Timings)
 
 
 class VecEnvTimingCallback(BaseCallback):
@@ -46,11 +33,11 @@ class VecEnvTimingCallback(BaseCallback):
     """
 
     def _init_callback(self) -> None:
-        self._marks = _Marks()
+        # Times of the present learn(), which mean nothing in another process: ResumeCallback does not save them.
+        self._marks = types.SimpleNamespace(rollout_end=None)
         self._require_rollouts()
 
     def _on_training_start(self) -> None:
-        self._marks = _Marks()
         self._require_rollouts()  # a CallbackList sets its parent late
 
     def _require_rollouts(self) -> None:
@@ -62,10 +49,11 @@ class VecEnvTimingCallback(BaseCallback):
             )
 
     def _on_rollout_start(self) -> None:
-        marks, now = self._marks, time.perf_counter()
-        if marks.rollout_end is not None:
-            self.logger.record_mean("time/update", now - marks.rollout_end)
-        self._marks = _Marks(now, None, dataclasses.replace(self._current_timings()))
+        now = time.perf_counter()
+        if self._marks.rollout_end is not None:
+            self.logger.record_mean("time/update", now - self._marks.rollout_end)
+        timings = dataclasses.replace(self._current_timings())
+        self._marks = types.SimpleNamespace(rollout_start=now, rollout_end=None, timings=timings)
 
     def _on_step(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""``SharedMemoryVecEnv`` and ``RayVecEnv``, and a callback that logs their step times."""
+"""``SharedMemoryVecEnv`` and ``RayVecEnv``, and the base of all vectorized environments for SB3."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torchrl.envs import Compose, EnvBase
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.recording.generators import global_states, restore_global_states
-from rl_ext_core.recording.layers import describe_layers, unsaved_attributes
+from rl_ext_core.recording.layers import describe_layers, layer_states, restore_layers, unsaved_attributes
 from torchrl_ext.parallel import ParallelEnv
 from torchrl_ext.parallel.worker_env import split_transforms
 
@@ -78,7 +78,8 @@ class EnvironmentState:
                 "Call env.reset() first"
             )
         layout, collector = self._layout(), self._collector
-        logs, layers = self._pool.episode_logs(), self._pool.layer_states()
+        logs = self._pool.episode_logs()
+        layers = self._apply([(layer_states,)] * len(logs))
         # Workers that step gymnasium environments have no transforms, and have not imported TorchRL.
         has_none = self._base._plan.is_gymnasium
         transforms = [[] for _ in logs] if has_none else self._apply([(_transform_states,)] * len(logs))
@@ -144,10 +145,7 @@ class EnvironmentState:
         return found
 
     def _layout(self) -> dict[str, str]:
-        """Return descriptions of the parts that must be the same when the state is loaded.
-
-        :raises InvalidTypeError: If an environment is not recorded.
-        """
+        """Return descriptions of the parts that must be the same when the state is loaded."""
         count, is_gymnasium = self._base.num_workers, self._base._plan.is_gymnasium
         layout = {
             "the source": "an environment" if self._collector is None else type(self._collector).__name__,
@@ -169,7 +167,8 @@ class EnvironmentState:
         problem = "has no complete record of its episode"
         if log is not None and not log.is_interrupted:
             step = self._pool.repeat_episode(number, log).first_difference
-            for sentence in self._pool.restore_layers(number, layers):
+            (sentences,) = self._apply([(restore_layers, layers)], (number,))
+            for sentence in sentences:
                 warnings.warn(f"Environment: {sentence}.", stacklevel=3)
             self._apply([(restore_global_states, generators)], (number,))
             if step is None:

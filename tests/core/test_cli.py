@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.core.devices.run_code import environment
 
 Out = pytest.CaptureFixture[str]
 Put = Callable[[Inventory, dict[str, str]], None]
+SIMULATOR = "tests.core.isolation.simulator"
 
 
 @pytest.fixture
@@ -103,7 +105,7 @@ def test_doctor_explains_a_decision_or_refusal(
         ("probe",),
         ("probe", "CartPole-v1", "--steps", "3"),
         ("probe", "CartPole-v1", "--timeout", "soon"),
-        ("probe", "tests.core.isolation.simulator:SaysNonsense"),
+        ("probe", f"{SIMULATOR}:SaysNonsense"),
     ],
 )
 def test_wrong_usage_prints_one_line_and_exits_with_2(arguments: Sequence[str], capsys: Out) -> None:
@@ -165,3 +167,40 @@ def test_full_disk_is_reported_in_one_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "rl-ext plan: the output cannot be written: No space left on device\n")
+
+
+# -- probe
+
+
+@pytest.mark.slow
+def test_verdict_is_printed(capsys: Out) -> None:
+    assert main(["probe", f"{SIMULATOR}:DrawsFromNumPy"]) == 0
+    text = read_stdout(capsys)
+    assert text.startswith("shared-state   (by probe, in ")
+    assert "Use one process per environment." in " ".join(text.split())
+    assert "step    " in text
+
+
+def test_deleted_working_directory_is_reported(tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deleted").mkdir()
+    monkeypatch.chdir(tmp_path / "deleted")
+    (tmp_path / "deleted").rmdir()
+    assert main(["probe", "CartPole-v1"]) == 1
+    assert "the working directory was deleted" in capsys.readouterr().err
+
+
+def test_json_output_is_the_verdict(capsys: Out) -> None:
+    assert main(["probe", "CartPole-v1", "--json", "--steps", "20"]) == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["isolation"] == "independent"
+    assert "in 20 steps" in verdict["explanation"]
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize(
+    ("name", "text"), [("FailsAtReset", "RuntimeError: no world"), ("exit_while_building", "SystemExit: no license")]
+)
+def test_status_is_1_without_a_verdict(name: str, text: str, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["probe", f"{SIMULATOR}:{name}"]) == 1
+    assert text in read_stdout(capsys)

@@ -103,7 +103,6 @@ KINDS = {
     "observation": RecordedFailure("observation", "it returned another shape", "step", 1),
     "info": RecordedFailure("observation", "it returned another info", "step", 1),
 }
-posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals")
 
 
 @pytest.fixture
@@ -154,7 +153,6 @@ def has_left(env: Any, n_steps: int) -> bool:
     return bool(env.unwrapped.place > env.unwrapped.limit)
 
 
-@posix
 @pytest.mark.parametrize(
     ("kind", "text"),
     [

@@ -137,7 +137,6 @@ def test_recorder_is_refused_where_it_has_no_effect() -> None:
     for recorder, options, said in (
         (7, {}, "is not a folder"),
         (False, {"vec_env_cls": DummyVecEnv}, "is not supported with vec_env_cls"),
-        (False, {"vectorization_mode": "sync"}, "is for single environments"),
     ):
         with pytest.raises(InvalidArgumentError, match=f"recorder={recorder} {said}"):
             make_vec_env("CartPole-v1", recorder=recorder, **options)

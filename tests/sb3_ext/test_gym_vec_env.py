@@ -351,8 +351,8 @@ def test_reset_discards_pending_step() -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])
-def test_make_vec_env_with_vectorization_mode_returns_gym_vec_env(mode: str) -> None:
-    venv = make_vec_env("CartPole-v1", 3, seed=5, vectorization_mode=mode)
+def test_make_vec_env_of_vectorized_environment_returns_gym_vec_env(mode: str) -> None:
+    venv = make_vec_env(gym.make_vec("CartPole-v1", 3, mode), seed=5)
     theirs = upstream_make_vec_env("CartPole-v1", 3, seed=5)
     assert isinstance(venv, GymVecEnv)
     if mode != "vector_entry_point":  # it draws other start states
@@ -372,13 +372,9 @@ def test_make_vec_env_accepts_vectorized_environments() -> None:
     model = without_logger(PPO("MlpPolicy", venv, n_steps=32, batch_size=64, device="cpu"))
     assert model.learn(64).num_timesteps == 64
     single = {"monitor_dir": "logs", "wrapper_class": gym.Wrapper, "isolation": "process", "wrapper_kwargs": {"a": 1}}
-    for name, value in {**single, "probe_timeout": 3.0, "start_index": 3}.items():
+    for name, value in {**single, "probe_timeout": 3.0, "start_index": 3, "recorder": False}.items():
         with pytest.raises(InvalidArgumentError, match="is for single environments"):
             make_vec_env(envs, **{name: value})
     with pytest.raises(InvalidArgumentError, match=r"n_envs=4 .* has 2\. Leave it out"):
         make_vec_env(envs, 4)
-    with pytest.raises(InvalidTypeError, match="vectorization_mode='sync' is for ids"):
-        make_vec_env(cart_pole, 4, vectorization_mode="sync")
-    assert make_vec_env("CartPole-v1", None, vectorization_mode="sync").num_envs == usable_cores()
-    with pytest.raises(InvalidArgumentError, match="n_envs=0 must be at least 1"):
-        make_vec_env("CartPole-v1", 0, vectorization_mode="sync")
+    assert make_vec_env("CartPole-v1", None, isolation="in-process").num_envs == usable_cores()

@@ -30,6 +30,7 @@ from stable_baselines3.common.logger import Image, Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.noise import OrnsteinUhlenbeckActionNoise
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvWrapper
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from sb3_ext import (
@@ -353,8 +354,8 @@ def test_damaged_save_is_skipped(tmp_path: Path) -> None:
 def test_save_of_another_version_is_not_damaged(tmp_path: Path) -> None:
     ppo().learn(32, callback=ResumeCallback(tmp_path, 16))
     marker = max(tmp_path.iterdir()) / "save.json"
-    marker.write_text(marker.read_text().replace("sb3_ext save 4", "sb3_ext save 9"))
-    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 4'\. Use the version"):
+    marker.write_text(marker.read_text().replace("sb3_ext save 5", "sb3_ext save 9"))
+    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 5'\. Use the version"):
         resume(tmp_path, cartpoles())
 
 
@@ -616,11 +617,33 @@ def test_wrappers_of_a_vec_env_keep_their_arguments(tmp_path: Path) -> None:
     assert env.obs_rms.count > 30
 
 
-def test_layout_of_the_last_observations_continues(tmp_path: Path) -> None:
-    envs = [DummyVecEnv([lambda: images(36, 36, 1)]) for _ in range(2)]
-    model = sb3.PPO("CnnPolicy", envs[0], n_steps=8, batch_size=8, n_epochs=1)
-    model.learn(16, callback=ResumeCallback(tmp_path, 8))
-    assert resume(tmp_path, envs[1])._last_obs.strides == model._last_obs.strides
+class Sliced(VecEnvWrapper):
+    """Wrapper whose observations are views of larger arrays."""
+
+    def __init__(self, venv: Any) -> None:
+        super().__init__(venv, gymnasium.spaces.Box(-9, 9, (3,)))
+
+    def reset(self) -> Any:
+        return self.venv.reset()[:, :3]
+
+    def step_wait(self) -> Any:
+        observations, *rest = self.venv.step_wait()
+        return observations[:, :3], *rest
+
+
+# The order in which torch adds depends on the layout.
+@pytest.mark.parametrize(
+    ("policy", "build"),
+    [
+        ("CnnPolicy", lambda: DummyVecEnv([lambda: images(36, 36, 1)])),
+        ("MlpPolicy", lambda: Sliced(cartpoles(2))),
+    ],
+)
+def test_layout_of_the_last_observations_continues(policy: str, build: Callable[[], Any], tmp_path: Path) -> None:
+    model = sb3.PPO(policy, build(), n_steps=8, batch_size=8, n_epochs=1)
+    model.learn(32, callback=ResumeCallback(tmp_path, 16))
+    found = resume(tmp_path, build())._last_obs
+    assert (found.strides, found.shape) == (model._last_obs.strides, model._last_obs.shape)
 
 
 RENAMED = """

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from rl_ext_core.errors import InvalidArgumentError
-from sb3_ext import SharedMemoryVecEnv, VecEnvTimingCallback
+from sb3_ext import ResumeCallback, SharedMemoryVecEnv, VecEnvTimingCallback, resume
 from tests.environments import Slow, cart_pole
-from tests.sb3_ext.buffer_envs import LogRows
+from tests.sb3_ext.buffer_envs import LogRows, without_logger
 from tests.sb3_ext.vec_checks import FAST
 
 PPO_OPTIONS = {"n_steps": 16, "batch_size": 16, "n_epochs": 1}
@@ -48,6 +49,17 @@ def test_durations_of_environments_rollouts_and_updates_are_logged() -> None:
     assert all(STEP <= row["time/env_step"] < row["time/rollout"] / 16 for row in rows)
     assert ["time/update" in row for row in rows] == [False, True, True]
     assert all(row["time/update"] >= UPDATE for row in rows[1:])
+
+
+def test_times_of_a_saved_run_do_not_continue(tmp_path: Path) -> None:
+    model = without_logger(PPO("MlpPolicy", DummyVecEnv([cart_pole]), **PPO_OPTIONS))
+    model.learn(48, callback=[ResumeCallback(tmp_path, 16), VecEnvTimingCallback()])
+    model, rows = resume(tmp_path, DummyVecEnv([cart_pole])), LogRows()
+    model.set_logger(Logger(None, [rows]))
+    callbacks = [ResumeCallback(tmp_path, 16), VecEnvTimingCallback()]
+    model.learn(48 - model.num_timesteps, callbacks, log_interval=1, reset_num_timesteps=False)
+    assert "time/rollout" in rows.rows[0]
+    assert "time/update" not in rows.rows[0]
 
 
 @pytest.mark.parametrize(

@@ -61,13 +61,12 @@ class ReturningTooLittle(Counting):
         self._method = method
 
     def reset(self, **kwargs: Any) -> Any:
-        observation, info = super().reset(**kwargs)
-        return observation if self._method == "reset" else (observation, info)
+        result = super().reset(**kwargs)
+        return result[0] if self._method == "reset" else result
 
     def step(self, action: Any) -> Any:
-        observation, reward, terminated, truncated, info = super().step(action)
-        ends = (terminated or truncated,) if self._method == "step" else (terminated, truncated)
-        return (observation, reward, *ends, info)
+        result = super().step(action)
+        return (*result[:3], result[4]) if self._method == "step" else result
 
 
 BOX, BYTES = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(0, 255, (2,), np.uint8)

@@ -1,6 +1,6 @@
 """Script that trains a small DQN with TorchRL, saves every 5th batch, and resumes if there is a save.
 
-Arguments: the folder of the saves, the kind of environment, and the number of batches after which the process kills
+Arguments: the folder of the saves, the number of workers, and the number of batches after which the process kills
 itself, or 0.
 """
 
@@ -33,16 +33,10 @@ def make_env() -> EnvBase:
     return TransformedEnv(env, Compose(StepCounter(), RewardSum()))
 
 
-ENVIRONMENTS: dict[str, Any] = {
-    "single": lambda: ParallelEnv(1, make_env),
-    "parallel": lambda: ParallelEnv(2, make_env),
-}
-
-
-def train(folder: Path, kind: str, kill_at: int) -> None:
+def train(folder: Path, num_workers: int, kill_at: int) -> None:
     torch.manual_seed(0)
     stack = CatFrames(N=2, dim=-1, in_keys=["observation"])
-    env = TransformedEnv(ENVIRONMENTS[kind](), stack, auto_unwrap=False)
+    env = TransformedEnv(ParallelEnv(num_workers, make_env), stack, auto_unwrap=False)
     env.set_seed(0)
     network, spec = MLP(in_features=8, out_features=2, num_cells=[16]), Categorical(2)
     actor = QValueActor(network, spec=spec, action_space="categorical")
@@ -97,4 +91,4 @@ def train(folder: Path, kind: str, kill_at: int) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    train(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -26,17 +26,17 @@ pytestmark = pytest.mark.usefixtures("no_workers_left")
 
 
 @pytest.mark.sample(quick=1, ci=2)
-@pytest.mark.parametrize("kind", ["single", "parallel"])
-def test_killed_runs_continue_with_the_same_weights(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_killed_runs_continue_with_the_same_weights(num_workers: int, tmp_path: Path) -> None:
     killed, other = tmp_path / "killed", tmp_path / "other"
     for folder in (killed, other):
         folder.mkdir()
     file = Path(resume_script.__file__)
-    done = programs.run(file.read_text(), "torchrl", str(killed), kind, "9", file=file, cwd=programs.ROOT)
+    done = programs.run(file.read_text(), "torchrl", str(killed), str(num_workers), "9", file=file, cwd=programs.ROOT)
     assert done.returncode == -signal.SIGKILL, done.stderr
     weights = []
     for folder in (killed, other):  # this process continues the first one, and does all of the other
-        resume_script.train(folder, kind, 0)
+        resume_script.train(folder, num_workers, 0)
         weights.append(torch.load(folder / "weights.pt", weights_only=False))
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():
@@ -121,26 +121,25 @@ def make_transformed(*transforms: Any) -> TransformedEnv:
     return TransformedEnv(make_recorded(), Compose(*transforms))
 
 
-BUILDS: dict[str, Any] = {
-    "one worker": make_recorded,
-    "two workers": lambda: make_recorded(count=2),
-    "steps": lambda: make_transformed(StepCounter()),
-    "steps and sums": lambda: make_transformed(StepCounter(), RewardSum()),
-    "noise": lambda: make_recorded(Noise(Counting())),
-}
+def count_steps() -> TransformedEnv:
+    return make_transformed(StepCounter())
 
 
 @pytest.mark.parametrize(
-    ("name", "other_name", "match"),
+    ("make", "make_other", "match"),
     [
-        ("one worker", "two workers", r"Env\(2, .*: expected ParallelEnv\(1, "),
-        ("one worker", "steps", r"transforms is Compose\(StepCounter\): expected empty"),
-        ("steps and sums", "steps", r"is Compose\(StepCounter\): expected Compose\(StepCounter, RewardSum\)"),
-        ("noise", "one worker", "is GymWrapper of Counting: expected GymWrapper of Noise of "),
+        (make_recorded, lambda: make_recorded(count=2), r"Env\(2, .*: expected ParallelEnv\(1, "),
+        (make_recorded, count_steps, r"transforms is Compose\(StepCounter\): expected empty"),
+        (
+            lambda: make_transformed(StepCounter(), RewardSum()),
+            count_steps,
+            r"expected Compose\(StepCounter, RewardSum\)",
+        ),
+        (lambda: make_recorded(Noise(Counting())), make_recorded, "of Counting: expected GymWrapper of Noise of "),
     ],
 )
-def test_states_of_environments_that_were_built_otherwise_are_refused(name: str, other_name: str, match: str) -> None:
-    env, other = BUILDS[name](), BUILDS[other_name]()
+def test_states_of_environments_that_were_built_otherwise_are_refused(make: Any, make_other: Any, match: str) -> None:
+    env, other = make(), make_other()
     env.rollout(3, break_when_any_done=False)
     before = other.rollout(3, break_when_any_done=False)[..., -1]
     with pytest.raises(InvalidArgumentError, match=match):

@@ -42,8 +42,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _one_line(text: str) -> str:
-    """Join the lines of a text, which exceptions of the user's modules may consist of."""
-    return " ".join(text.split())
+    return " ".join(text.split())  # exceptions of the user's modules may have several
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,8 +85,9 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         command = importlib.import_module(f"rl_ext_core.cli.{name}")
-        child = commands.add_parser(name, help=summary, description=command.__doc__)
-        child.formatter_class = argparse.RawDescriptionHelpFormatter
+        child = commands.add_parser(
+            name, help=summary, description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         command.add_arguments(child)
         child.set_defaults(run=command.run)
     return parser

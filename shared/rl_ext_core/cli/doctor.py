@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,11 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run ``rl-ext doctor``.
-
-    :return: the exit status
-    :raises RlExtError: If the options contradict each other.
-    """
+    """Run ``rl-ext doctor``."""
     # The report contains everything that is logged.
     logging.getLogger("rl_ext_core").addHandler(logging.NullHandler())
     if arguments.verify and arguments.render == "none":
@@ -128,10 +124,7 @@ def _find_children(pid: int) -> set[int]:
 
 
 def _create_report(arguments: argparse.Namespace, console: Console) -> DoctorReport:
-    """Create the report for this machine.
-
-    :raises InvalidArgumentError: If a device has an unknown form, or a renderer is unknown.
-    """
+    """Create the report for this machine."""
     given = {name: getattr(arguments, name) for name in _QUESTION if getattr(arguments, name) is not None}
     renders = given and (arguments.renderer is not None or arguments.verify)
     question = {**_QUESTION, **({"render": "same"} if renders else {}), **given}
@@ -263,9 +256,8 @@ def print_report(report: DoctorReport, console: Console) -> None:
         packages["torch"] += f" ({built})"
     versions = {"rl-ext": rl_ext_core.__version__, **packages}
     _print_line(console, "  ".join(f"{name} {version}" for name, version in versions.items()))
-    _print_table(
-        console, ("nvidia-smi", "name", "PCI", "UUID", "torch", "EGL", "DRM", "free / total"), _gpu_rows(report)
-    )
+    columns = ("nvidia-smi", "name", "PCI", "UUID", "torch", "EGL", "DRM", "free / total")
+    _print_table(console, columns, _gpu_rows(report))
     for text in _describe_other_devices(report.inventory):
         _print_line(console, text)
     device, render, renderer = map(json.dumps, report.question.values())
@@ -380,7 +372,6 @@ def _print_process(process: ProcessUses, report: DoctorReport, console: Console)
 
 
 def _print_heading(console: Console, text: str) -> None:
-    """Print an empty line and a colored heading."""
     console.print()
     _print_line(console, text, "bold cyan")
 
@@ -392,9 +383,7 @@ def _print_line(console: Console, text: str, style: str = "") -> None:
     console.print(Text(_escape_unprintable(text), style), soft_wrap=True, highlight=False)
 
 
-def _print_table(
-    console: Console, columns: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]
-) -> None:
+def _print_table(console: Console, columns: Sequence[str], rows: Iterable[tuple[str, ...]]) -> None:
     """Print rows under the names of their columns; print nothing if there are no rows."""
     from rich.table import Table
     from rich.text import Text

@@ -61,11 +61,7 @@ def _parse_count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compute the memory of a replay buffer with each codec, and print it.
-
-    :return: Exit status
-    :raises RlExtError: If arguments exclude each other, or do not fit the environment
-    """
+    """Compute the memory of a replay buffer with each codec, and print it."""
     import numpy as np
 
     from rl_ext_core.factory import as_factory
@@ -83,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.env is None and arguments.steps is not None:
         raise InvalidArgumentError("--steps needs --env; pass an environment too, or leave it out")
-    with _report_env_errors(arguments.env):
+    with contextlib.nullcontext() if arguments.env is None else _report_env_errors(arguments.env):
         source = None if arguments.env is None else load_source(arguments.env)
         found = plan(
             arguments.shape,
@@ -100,14 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _report_env_errors(name: str | None) -> Iterator[None]:
-    """Name the environment in its exceptions, and redirect its output to stderr.
-
-    stdout is for the plan only.
-    """
-    if name is None:
-        yield
-        return
+def _report_env_errors(name: str) -> Iterator[None]:
+    """Name the environment in its exceptions, and redirect its output to stderr: stdout is for the plan only."""
     sys.stdout.flush()
     output = os.dup(1)
     try:

@@ -37,11 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Test whether instances of the environment can share a process, and print the verdict.
-
-    :return: Exit status
-    :raises RlExtError: If the source does not exist, or does not build an environment, or a number is out of range
-    """
+    """Test whether instances of the environment can share a process, and print the verdict."""
     from rl_ext_core.isolation import Isolation, probe
 
     console = new_console()
@@ -61,10 +57,7 @@ def _print_verdict(verdict: Verdict, console: Console) -> None:
     """Print a verdict with its reason, and the measured times and memory."""
     console.print(f"{verdict.isolation.value}   (by {verdict.declared_by}, in {verdict.seconds:.2f} s)\n")
     console.print(verdict.explanation)
-    facts = {
-        "step": ("{:.3f} ms", verdict.step_seconds, 1e3),
-        "memory": ("{:.0f} MiB for each process", verdict.private_bytes, 2**-20),
-    }
-    lines = [f"{name:<8}{text.format(value * by)}" for name, (text, value, by) in facts.items() if value is not None]
-    if lines:
-        console.print("\n" + "\n".join(lines))
+    if verdict.step_seconds is not None:
+        console.print(f"\nstep    {verdict.step_seconds * 1e3:.3f} ms")
+    if verdict.private_bytes is not None:
+        console.print(f"memory  {verdict.private_bytes / 2**20:.0f} MiB for each process")

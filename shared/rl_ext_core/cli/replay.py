@@ -38,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Repeat the crash of a capsule, and print whether it is reproduced.
-
-    :return: Exit status
-    :raises RlExtError: If the capsule cannot be read, the environment cannot be built, or a file cannot be written
-    """
+    """Repeat the crash of a capsule, and print whether it is reproduced."""
     if importlib.util.find_spec("gymnasium") is None:  # the base installation does not have it
         raise _missing_dependency_error("gymnasium", "sb3", "a recorded crash")
     from rl_ext_core.recording.capsule import read_capsule, write_actions
@@ -69,7 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(console: Console, text: str) -> None:
-    """Print a line without wrapping it."""
     console.print(text, soft_wrap=True)
 
 
@@ -93,10 +88,7 @@ def _print_capsule(capsule: Capsule, path: Path, console: Console) -> None:
 
 
 def _require_consent(capsule: Capsule, arguments: argparse.Namespace, console: Console) -> None:
-    """Print what will be executed, and ask for consent.
-
-    :raises InvalidArgumentError: If there is no consent, or the capsule has no factory.
-    """
+    """Print what will be executed, and ask for consent."""
     if arguments.env is None and capsule.factory_pickle is None:
         raise InvalidArgumentError(
             f"{arguments.capsule!r} has no factory, because {capsule.source or 'it'} could not be pickled; expected "

@@ -56,11 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run ``rl-ext run``. If the program starts, this function does not return.
-
-    :return: the exit status of ``--dry-run``, or of a failed ``--verify``
-    :raises RlExtError: If an option is wrong, a device is not available, or the program is not found.
-    """
+    """Run ``rl-ext run``. If the program starts, this function does not return."""
     command = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     if not command and not arguments.dry_run:
         raise InvalidArgumentError("the command needs a program. Write `rl-ext run --gpu auto -- python train.py`")
@@ -98,10 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_interpreter(command: Sequence[str]) -> str | None:
-    """Return the Python that the command names; None if it names another program, such as a script.
-
-    :raises InvalidArgumentError: If the program is not found.
-    """
+    """Return the Python that the command names; None if it names another program, such as a script."""
     path = shutil.which(command[0])
     if path is None:
         fix = f"Write `python {command[0]}`" if os.path.exists(command[0]) else "Write its path"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import signal
 import tempfile
@@ -48,28 +47,11 @@ _STEPPING_S, _SHORT_STEPS = 2.0, 6
 _ORDINALS = ("the first", "the second", "the third", "the fourth")
 _DOING = {"load": "unpickling", "build": "building", "reset": "resetting", "close": "closing", "measure": "measuring"}
 _MISSING = ("raises FileNotFoundError", "raises NotADirectoryError")
-_SAME_TEXT = (
-    "Two instances in one process return the same as a single one, bit for bit, in {steps} steps and several resets, "
-    "and so do two in separate processes. The order of building them, and closing one, make no difference."
-)
 _FAILURE_TEXT = "A single instance works, and so do two in separate processes. In one process, {problem}."
-_DIFFERENCE_TEXT = (
-    "With a second instance in the same process, {problem}, compared with a single one with the same seed and actions. "
-    "A second one in another process makes no difference. They share state."
-)
 _VARYING_TEXT = (
     "A single instance does not return the same twice with the same seed and actions, so the effect of a second one "
     "cannot be detected."
 )
-_NO_DEPENDENCE_TEXT = (
-    "Within {steps} steps, nothing that it returned depended on seeds or actions, so shared state cannot be detected. "
-    "To compare more steps, use probe(source, steps=...)."
-)
-_COLLISION_TEXT = "Even two instances in separate processes disturb each other: {problem}, unlike a single one."
-_OWN_CWD_ADVICE = ' With separate working directories they do not: use make_vec_env(..., cwd="own").'
-_ONE_PROCESS_ADVICE = " In one process they are independent."
-_NO_SOLUTION_TEXT = ' Separate working directories (cwd="own") do not help, so only one instance can run at a time.'
-_TIMEOUT_ADVICE = " To wait longer, use probe(source, timeout=...) or make_vec_env(..., probe_timeout=...)."
 
 
 def probe(source: Any, *, steps: int = 100, timeout: float | None = None) -> Verdict:
@@ -175,10 +157,7 @@ class _FailedError(Exception):
 
 
 class _Process:
-    """The parent's handle of a trial process.
-
-    The first answer of the process confirms that it loaded the factories.
-    """
+    """The parent's handle of a trial process, whose first answer confirms that it loaded the factories."""
 
     def __init__(self, context: Any, packed: bytes, folder: Path, cwd: Path) -> None:
         for new in (folder, cwd):
@@ -190,15 +169,14 @@ class _Process:
             self._process = context.Process(target=trial.serve, args=(theirs, packed, str(folder), str(cwd)))
             self._process.start()
 
-    def send(self, operations: Sequence[Operation] | None) -> None:
-        """Send operations to perform in this order. None ends the process."""
+    def send(self, operation: Operation | None) -> None:
+        """Send an operation to perform. None ends the process."""
         with contextlib.suppress(OSError):  # The process has ended. receive_answer() reports it.
-            self._connection.send(operations)
+            self._connection.send(operation)
 
     def receive_answer(self, limit: float) -> dict[str, Any]:
-        """Wait for the answer to the next operation.
+        """Wait up to ``limit`` seconds for the answer to the operation.
 
-        :param limit: Time limit in seconds.
         :raises _FailedError: If the operation raises, takes longer than the limit, or ends the process.
         """
         if not connection.wait([self._connection, self._process.sentinel], limit):
@@ -240,10 +218,8 @@ class _Process:
 
 @dataclasses.dataclass
 class _TrialLog:
-    """Operations of a trial with their answers.
+    """Completed operations of a trial with their answers, and the operation that failed and ended it.
 
-    :ivar performed: Completed operations and their answers.
-    :ivar failed: Operation that failed and ended the trial, or None.
     :ivar failure_text: End of a sentence about the failure. The sentence begins with the operation.
     """
 
@@ -277,10 +253,7 @@ class _TrialLog:
         return _ORDINALS[place] if place < len(_ORDINALS) else f"number {place + 1}"
 
     def describe_failure(self, name: str = "") -> str:
-        """Return a clause about the operation that failed.
-
-        :param name: Name of the instance in the clause. By default, its ordinal number.
-        """
+        """Return a clause about the operation that failed. The default name is the ordinal number of the instance."""
         assert self.failed is not None
         name = name or self.name_of(self.failed[:2])
         doing = f"{_DOING.get(self.failed.kind)} {name}"
@@ -327,30 +300,26 @@ class Judge:
     # -- trials
 
     def _run_alone(self, source: int = 0, *, shorten: bool = False) -> _TrialLog:
-        """Run the trial with a single instance.
-
-        :param shorten: Whether to reduce the number of steps of this and later trials if the first ones are slow.
-        """
+        """Run the trial with a single instance; ``shorten`` takes fewer steps from now on if the first are slow."""
         run = _TrialLog()
 
-        def batches() -> Iterator[list[Operation]]:
-            yield [Operation(source, 0, "build"), *_resets_and_steps(source, 0, self._steps)[:4]]
+        def operations() -> Iterator[Operation]:
+            yield from (Operation(source, 0, "build"), *_resets_and_steps(source, 0, self._steps)[:4])
             if shorten and sum(run.seconds("reset", "step")) > _STEPPING_S:
                 self._steps = _SHORT_STEPS
             elif shorten:
                 affordable = _STEPPING_S / max(min(run.seconds("step")), 1e-9)
                 self._steps = max(MIN_STEPS, int(min(self._steps, affordable)))
-            ending = [Operation(source, 0, "measure"), Operation(source, 0, "close", counts=False)]
-            yield [*_resets_and_steps(source, 0, self._steps)[4:], *ending]
+            yield from _resets_and_steps(source, 0, self._steps)[4:]
+            yield from (Operation(source, 0, "measure"), Operation(source, 0, "close", counts=False))
 
-        return self._run(batches(), run)
+        return self._run(operations(), run)
 
     def _run_apart(self, *, own_cwd: bool = False) -> _TrialLog:
         """Run the trial with each instance in its own process."""
         script = _interleaved_operations(range(len(self._factories)), 0, self._steps, ahead=3, part=2 / 3)
         counting = (operation._replace(counts=operation.kind != "close") for operation in script)
-        turns = itertools.groupby(counting, key=lambda operation: operation.source)
-        return self._run((list(operations) for _, operations in turns), _TrialLog(), apart=True, own_cwd=own_cwd)
+        return self._run(counting, _TrialLog(), apart=True, own_cwd=own_cwd)
 
     def _run_together(self) -> _TrialLog:
         """Run the trial with two instances of each source in one process."""
@@ -358,15 +327,13 @@ class Judge:
         script = _interleaved_operations(sources, 0, self._steps, ahead=3, part=2 / 3)
         script += _interleaved_operations(sources[::-1], 1, self._steps, ahead=6, part=1 / 2)
         # A crash in the last close is ignored, because many libraries crash when their process ends.
-        return self._run([[*script[:-1], script[-1]._replace(counts=False)]], _TrialLog())
+        return self._run([*script[:-1], script[-1]._replace(counts=False)], _TrialLog())
 
     def _run(
-        self, batches: Iterable[list[Operation]], run: _TrialLog, *, apart: bool = False, own_cwd: bool = False
+        self, operations: Iterable[Operation], run: _TrialLog, *, apart: bool = False, own_cwd: bool = False
     ) -> _TrialLog:
         """Perform operations in new processes, which share a folder for temporary files, and log the answers.
 
-        :param batches: Batches of operations. Those of a batch are of one source if ``apart``.
-        :param run: Log to add to.
         :param apart: Whether to use one process per source instead of one for all.
         :param own_cwd: Whether each process gets its own working directory.
         """
@@ -389,12 +356,11 @@ class Judge:
                 for process in processes:
                     # The user's timeout does not apply to imports.
                     process.receive_answer(max(_FIRST_LIMIT_S, self._timeout or 0.0))
-                for batch in batches:
-                    process = processes[batch[0].source if apart else 0]
-                    process.send(batch)
+                for operation in operations:
+                    process = processes[operation.source if apart else 0]
+                    process.send(operation)
                     try:
-                        for operation in batch:
-                            run.performed.append((operation, process.receive_answer(self._limit)))
+                        run.performed.append((operation, process.receive_answer(self._limit)))
                     except _FailedError:
                         if operation.counts:
                             raise
@@ -420,23 +386,33 @@ class Judge:
             if self._problem_apart(again, alone) or self._difference(again, apart, vary=True):
                 return conclude(Isolation.NON_DETERMINISTIC, _VARYING_TEXT)
             if (difference := self._difference(together, apart)) is not None:
-                return conclude(Isolation.SHARED_STATE, _DIFFERENCE_TEXT.format(problem=difference))
+                return conclude(
+                    Isolation.SHARED_STATE,
+                    f"With a second instance in the same process, {difference}, compared with a single one with the "
+                    "same seed and actions. A second one in another process makes no difference. They share state.",
+                )
         if self._is_one_factory and apart.digests_of(1) == alone.digests_of(0)[: len(apart.digests_of(1))]:
-            return conclude(Isolation.NON_DETERMINISTIC, _NO_DEPENDENCE_TEXT.format(steps=self._steps))
+            return conclude(
+                Isolation.NON_DETERMINISTIC,
+                f"Within {self._steps} steps, nothing that it returned depended on seeds or actions, so shared state "
+                "cannot be detected. To compare more steps, use probe(source, steps=...).",
+            )
         # SB3's Monitor adds the time of day to the "episode" info, which therefore always differs.
         varying = sorted(name for name in self._varying if not name.endswith("['episode']"))
         left = f" Not compared, because it differs in each run: {', '.join(varying)}." if varying else ""
-        return conclude(Isolation.INDEPENDENT, _SAME_TEXT.format(steps=self._steps) + left)
+        return conclude(
+            Isolation.INDEPENDENT,
+            f"Two instances in one process return the same as a single one, bit for bit, in {self._steps} steps and "
+            "several resets, and so do two in separate processes. The order of building them, and closing one, make no "
+            f"difference.{left}",
+        )
 
     def _problem_apart(self, apart: _TrialLog, alone: _TrialLog) -> str | None:
         """Return a clause on how instances in separate processes differ from one, or None."""
         return apart.describe_failure() if apart.failed is not None else self._difference(apart, alone, vary=True)
 
     def _judge_processes(self, apart: _TrialLog, alone: _TrialLog) -> Verdict:
-        """Return the verdict if two processes differ from a single instance.
-
-        Either they disturb each other, or the environment fails or varies by itself.
-        """
+        """Judge two processes that differ from one: they disturb each other, or the environment fails or varies."""
         source = 0 if apart.failed is None else apart.failed.source
         again = self._run_alone(source)
         if again.failed is not None:
@@ -450,16 +426,22 @@ class Judge:
             return conclude(Isolation.NON_DETERMINISTIC, _VARYING_TEXT)
         helps = self._problem_apart(self._run_apart(own_cwd=True), alone) is None
         in_process = failure is None and self._difference(together, alone) is None
-        ways = (_OWN_CWD_ADVICE if helps else "") + (_ONE_PROCESS_ADVICE if in_process else "")
-        text = _COLLISION_TEXT.format(problem=confirmed) + (ways or _NO_SOLUTION_TEXT)
+        text = f"Even two instances in separate processes disturb each other: {confirmed}, unlike a single one."
+        if helps:
+            text += ' With separate working directories they do not: use make_vec_env(..., cwd="own").'
+        if in_process:
+            text += " In one process they are independent."
+        elif not helps:
+            text += ' Separate working directories (cwd="own") do not help, so only one instance can run at a time.'
         return conclude(Isolation.PROCESSES_COLLIDE, text, in_process=in_process)
 
     def _verdict_on_failure(self, run: _TrialLog, which: str = "A single instance") -> Verdict:
         """Return the verdict on a trial that failed: broken, or unknown if it could not start."""
         assert run.failed is not None
         text = run.failure_text
-        more = _TIMEOUT_ADVICE if text.startswith("hangs") else ""
-        more = " Trials have an empty working directory." if text.startswith(_MISSING) else more
+        more = " Trials have an empty working directory." if text.startswith(_MISSING) else ""
+        if text.startswith("hangs"):
+            more = " To wait longer, use probe(source, timeout=...) or make_vec_env(..., probe_timeout=...)."
         # An exception of a constructor may be due to the trial.
         early = run.failed.kind == "load" or (run.failed.kind == "build" and text.startswith("raises"))
         early = early or _file_guard.REFUSAL in text
@@ -470,8 +452,6 @@ class Judge:
     def _difference(self, run: _TrialLog, reference: _TrialLog, *, vary: bool = False) -> str | None:
         """Return a clause about the first result that differs from the reference, or None.
 
-        :param run: Log of the trial.
-        :param reference: Log to compare with.
         :param vary: Whether to ignore infos and masks that differ, now and in later comparisons.
         """
         for instance in run.instances():

@@ -24,10 +24,8 @@ from rl_ext_core.isolation.verdict import declared_by_instance
 
 # Keys of answers: the digest of a result, and the digest of the same object when the next operation begins.
 RETURNED, STILL_RETURNED = "returned", "still returned"
-# Name of the file in a trial's folder that receives its output.
-OUTPUT_FILE = "printed"
-# Name of the file, next to the folders of all trials, that lists files that they created elsewhere.
-CREATED_FILE = "created"
+OUTPUT_FILE = "printed"  # in a trial's folder
+CREATED_FILE = "created"  # next to the folders of all trials; lists files that they created elsewhere
 _MAX_DEPTH = 50  # Levels of nested data that are compared.
 # Steps are timed in a loop of so many steps or seconds, because caches get cold between two operations of a trial.
 _TIMED_STEPS, _TIMED_S = 100, 5e-3
@@ -62,26 +60,21 @@ def pack_factories(factories: list[EnvFactory[Any]]) -> bytes:
 
 
 def serve(connection: Connection[Any, Any], packed: bytes, folder: str, cwd: str) -> None:
-    """Perform batches of operations and send answers. Target of a trial process.
+    """Perform operations of the parent and send answers. Target of a trial process.
 
-    :param connection: Connection to the parent. A failure ends a batch.
     :param packed: Result of :func:`pack_factories`.
     :param folder: Folder for the trial's output.
-    :param cwd: Working directory.
     """
     _set_up_process(folder, cwd)
-    trial, batch = _Trial(packed), [Operation(0, 0, "load")]
+    trial, operation = _Trial(packed), Operation(0, 0, "load")
     with contextlib.suppress(EOFError, OSError):  # The parent may close its end at any time.
-        while batch is not None:
-            for operation in batch:
-                try:
-                    answer = trial.perform(operation)
-                except BaseException as error:
-                    answer = {"raises": _format_error(error)}
-                connection.send(answer)
-                if "raises" in answer:
-                    break
-            batch = connection.recv()
+        while operation is not None:
+            try:
+                answer = trial.perform(operation)
+            except BaseException as error:
+                answer = {"raises": _format_error(error)}
+            connection.send(answer)
+            operation = connection.recv()
     while trial.instances:  # An environment that stays open may lock a file that other trials need.
         with contextlib.suppress(BaseException):
             trial.instances.popitem()[1].close()
@@ -115,7 +108,6 @@ class _Trial:
         self.instances: dict[tuple[int, int], _RecordingEnv] = {}
 
     def perform(self, operation: Operation) -> dict[str, Any]:
-        """Perform an operation and return its answer."""
         instance = self.instances.get((operation.source, operation.order))
         if instance is None:
             return self._load() if operation.kind == "load" else self._build(operation)
@@ -133,7 +125,6 @@ class _Trial:
         return {}
 
     def _build(self, operation: Operation) -> dict[str, Any]:
-        """Build an instance; return the duration and the isolation that it declares."""
         # Seed global generators, so that constructors may draw from them. If steps do so, instances share state.
         seed = 71 + operation.source
         streams.seed_process(streams.seed_sequence(seed, 0))
@@ -170,11 +161,11 @@ class _RecordingEnv:
         return getattr(self._environment, name)
 
     def reset(self, **kwargs: Any) -> Any:
-        """Reset the environment and record the result."""
+        """Reset the environment for the driver."""
         return self._record(self._environment.reset, **kwargs)
 
     def step(self, action: Any) -> Any:
-        """Step the environment and record the result."""
+        """Step the environment for the driver."""
         return self._record(self._environment.step, action)
 
     def _record(self, call: Any, *args: Any, **kwargs: Any) -> Any:
@@ -207,10 +198,7 @@ class _RecordingEnv:
         return {}
 
     def _time_operation(self, kind: str, seed: int | None) -> tuple[Any, float]:
-        """Return the result of a step or a reset, and its duration in seconds.
-
-        The duration of a gymnasium environment excludes drawing the action and copying the result.
-        """
+        """Return a result, and its seconds, in gymnasium without drawing the action and copying the result."""
         before, begin = self._seconds, time.perf_counter()
         returned = self._driver.step() if kind == "step" else self._driver.reset(seed)
         taken = time.perf_counter() - begin

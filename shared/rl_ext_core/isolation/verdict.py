@@ -98,9 +98,6 @@ _CONSEQUENCES = {
 def conclude(isolation: Isolation, text: str, by: str = "probe", *, in_process: bool = False) -> Verdict:
     """Create a verdict, and append what it implies to the explanation ``text``.
 
-    :param isolation: The verdict.
-    :param text: Sentences that describe the observations.
-    :param by: Origin of the verdict, the value of :attr:`Verdict.declared_by`.
     :param in_process: Whether several may run in one process, although the verdict alone does not allow it.
     """
     follows = _CONSEQUENCES.get(isolation, "Use one process per environment.")
@@ -129,15 +126,11 @@ def declared_verdict(declaration: Declaration) -> Verdict:
 
 
 def declared_by_instance(environment: Any) -> Declaration | None:
-    """Return the declaration of an instance, or None if it has none."""
     return _read_declaration(environment) or _fmi_flag(environment)
 
 
 def declared_by_source(factory: EnvFactory[Any]) -> Declaration | None:
-    """Return the declaration of a factory's instance or class, or None if it is unknown.
-
-    No environment is built.
-    """
+    """Return the declaration of a factory's instance or class, without building one; None if it is unknown."""
     if factory.instance is not None:
         return declared_by_instance(factory.instance)
     with contextlib.suppress(Exception):  # An error is reported when the environment is built.
@@ -158,10 +151,7 @@ def _read_declaration(holder: Any) -> Declaration | None:
 
 
 def _class_of(build: Any) -> Any:
-    """Return the class that a partial or entry point builds, or None if it is unknown.
-
-    Nothing is imported.
-    """
+    """Return the class that a partial or entry point builds, without importing it; None if it is unknown."""
     if isinstance(build, functools.partial):
         if build.args and hasattr(build.args[0], "entry_point"):
             return _class_of(build.args[0].entry_point)

@@ -64,7 +64,7 @@ class RecordedFailure:
     exception: str = ""
 
     @classmethod
-    def from_error(cls, error: BaseException) -> RecordedFailure:
+    def from_error(cls, error: BaseException, phase: str) -> RecordedFailure:
         """Describe the failure of a worker, or an exception of an environment in this process."""
         if isinstance(error, WorkerError):
             found, cause = error, error.__cause__
@@ -74,7 +74,7 @@ class RecordedFailure:
         kind = "observation" if isinstance(cause, EnvironmentOutputError) else found.kind
         summary = (str(error) or name).splitlines()[0].rstrip(":")
         exception = name if kind in ("exception", "observation", "exit") else ""
-        return cls(kind, summary, found.phase, found.exitcode, found.traceback, exception)
+        return cls(kind, summary, phase, found.exitcode, found.traceback, exception)
 
 
 def _raised_class(traceback: str) -> str:
@@ -137,8 +137,7 @@ def record_exception(
 ) -> None:
     """Write a capsule of an exception in this process, and add the command that repeats it as a note.
 
-    Python 3.10 has no notes, so the command is logged there. The first three arguments are those that
-    :class:`~rl_ext_core.recording.EpisodeRecorder` passes to ``on_failure``.
+    Python 3.10 has no notes, so the command is logged there.
 
     :param build_factories: returns the factories of all environments, or raises if they cannot be copied
     """
@@ -146,7 +145,7 @@ def record_exception(
         factory = build_factories()[environment]
     except Exception:  # the user's objects may raise anything
         factory = None
-    failure = dataclasses.replace(RecordedFailure.from_error(error), phase=method)
+    failure = RecordedFailure.from_error(error, method)
     text = record_crash(recorder, factory=factory, log=log, failure=failure, environment=environment)
     if sys.version_info >= (3, 11):
         error.add_note(text)
@@ -163,11 +162,8 @@ def write_capsule(
     environment: int,
     step_timeout: float | None = None,
 ) -> Path:
-    """Write a capsule ``crash-<time>-<number>.rlx``, and return its path.
+    """Write a capsule ``crash-<time>-<number>.rlx`` to a folder, which is created if necessary; return its path.
 
-    :param folder: folder of the capsules, which is created if necessary
-    :param factory: :class:`~rl_ext_core.factory.EnvFactory` that built the environment; None if there is none
-    :param step_timeout: time limit of a step in seconds; default: none
     :raises StorageError: If the folder already contains :data:`MAX_CAPSULES`, or cannot be written.
     :raises InvalidArgumentError: If the log contains other objects than plain values and arrays.
     """
@@ -201,17 +197,14 @@ def write_capsule(
     with contextlib.suppress(Exception):  # an object in the factory, whose code may raise anything
         code = {} if factory is None else {_FACTORY: _pickle.dumps(factory)}
     entries = {_ABOUT: json.dumps({**about, "executable code": [*code]}, indent=2), _LOG: packed, **code}
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        for entry, data in entries.items():
-            archive.writestr(entry, data)
     name = f"crash-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{environment}"
     target = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         target = _open_new_file(folder, name)
-        with target:
-            target.write(file.getbuffer())
+        with target, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+            for entry, data in entries.items():
+                archive.writestr(entry, data)
     except OSError as error:
         if target is not None:
             with contextlib.suppress(OSError):  # if the disk is full, there is a part of the file

@@ -134,18 +134,14 @@ def _read_layer(attributes: dict[str, Any], links: Sequence[Any]) -> dict[str, V
 def restore_layers(env: Any, states: Sequence[LayerState]) -> list[str]:
     """Set the attributes of an environment and its wrappers, and the content of their files, to recorded states.
 
-    Objects are filled in place, because other objects may share them. Attributes that construction has set otherwise
-    than in the recorded process stay as they are.
+    Both environments have the same description. Objects are filled in place, because other objects may share them.
+    Attributes that construction has set otherwise than in the recorded process stay as they are.
 
     :return: sentences on attributes that are not restored, although they have changed in the recorded process
     """
     layers = _all_layers(env)
-    found = [
-        restore_layer(layer, state, layers)
-        for layer, state in zip(layers, states, strict=False)
-        if _describe_layer(layer) == state.description
-    ]
-    return [sentence for sentences in found for sentence in sentences]
+    pairs = zip(layers, states, strict=True)
+    return [sentence for layer, state in pairs for sentence in restore_layer(layer, state, layers)]
 
 
 def restore_layer(layer: Any, state: LayerState, links: Sequence[Any]) -> list[str]:

@@ -21,7 +21,6 @@ import numpy as np
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.factory import convert
-from rl_ext_core.recording.layers import layer_states, restore_layers
 from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.resources import check_folder
 from rl_ext_core.vector.spaces import device_of, find_attribute
@@ -374,7 +373,5 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "get_attr": lambda env, name: env.get_wrapper_attr(name),
     "has_attr": _has_attr,
     "env_is_wrapped": _is_wrapped,
-    "layer_states": lambda env, _: layer_states(env),
-    "restore_layers": restore_layers,
     **RECORDED_CALLS,
 }

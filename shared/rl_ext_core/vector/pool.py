@@ -24,7 +24,6 @@ from rl_ext_core.processes.failures import Failure, describe_exception, require_
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.recording.capsule import RecordedFailure, record_crash
 from rl_ext_core.recording.episode_log import LOG_BYTES, EpisodeLog, LogMemory, Repetition
-from rl_ext_core.recording.layers import LayerState
 from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
@@ -285,15 +284,6 @@ class Pool:
                 if isinstance(worker.answer, WorkerError):
                     raise worker.answer
 
-    def layer_states(self) -> list[list[LayerState]]:
-        """Return the state of the wrappers of each environment, see :mod:`rl_ext_core.recording.layers`."""
-        return self.call(range(self.num_envs), "layer_states", None)
-
-    def restore_layers(self, environment: int, states: list[LayerState]) -> list[str]:
-        """Set the state of the wrappers of one environment; return sentences on what is not restored."""
-        (sentences,) = self.call([environment], "restore_layers", states)
-        return sentences  # type: ignore[no-any-return]
-
     def episode_logs(self) -> list[EpisodeLog | None]:
         """Return the log of each environment's episode; None for episodes that are not recorded."""
         self.drain_answers()
@@ -478,7 +468,7 @@ class Pool:
             self.options.recorder,
             factory=self.factories[environment],
             log=log,
-            failure=dataclasses.replace(RecordedFailure.from_error(error), phase=phase),
+            failure=RecordedFailure.from_error(error, phase),
             environment=environment,
             step_timeout=self.options.step_timeout,
         )

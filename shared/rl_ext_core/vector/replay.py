@@ -216,8 +216,7 @@ def play(capsule: Capsule, source: str | None = None) -> ReplayResult:
                     pool.begin_step([None])
                 pool.wait(raise_failures=True)
             except WorkerError as error:
-                failure = dataclasses.replace(RecordedFailure.from_error(error), phase=name)
-                return ReplayResult(failure, steps, first_difference)
+                return ReplayResult(RecordedFailure.from_error(error, name), steps, first_difference)
             ((_, (info, reset_info, _, _)),) = pool.entries(to_reset=number == 0)
             first_difference = (reset_info or info)["first difference"]
     return ReplayResult(None, steps, first_difference)
