@@ -410,10 +410,7 @@ def merge_modules(*lists: Iterable[str]) -> tuple[str, ...]:
 
 
 def preloadable_modules(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the modules that a fork server may import for all workers.
-
-    :param names: Names of modules that an environment needs.
-    """
+    """Return the modules that a fork server may import for all workers, of those that an environment needs."""
     whole, top_packages = "gymnasium.envs.mujoco", {name: name.partition(".")[0] for name in names}
     safe = {name: _PRELOADABLE[top] or name for name, top in top_packages.items() if top in _PRELOADABLE}
     return merge_modules(whole if name.startswith(whole) else module for name, module in safe.items())

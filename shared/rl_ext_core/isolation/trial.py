@@ -136,7 +136,7 @@ class _Trial:
         """Build an instance; return the duration and the isolation that it declares."""
         # Seed global generators, so that constructors may draw from them. If steps do so, instances share state.
         seed = 71 + operation.source
-        streams.seed_process(streams.seed_sequence(seed, 0))
+        streams.seed_process(np.random.SeedSequence(seed))
         begin = time.perf_counter()
         environment = self._factories[operation.source]()
         seconds = time.perf_counter() - begin
