@@ -6,8 +6,6 @@ name, for example ``from rl_ext_core.devices import resolve``.
 
 from __future__ import annotations
 
-from rl_ext_core import _import_path as _import_path  # it resolves relative entries of sys.path at import
-
 __all__ = ["__version__"]
 
 __version__ = "0.1.0"

@@ -17,46 +17,28 @@ __all__ = [
     "import_path",
     "is_importable_elsewhere",
     "package_folders",
-    "standard_folders",
 ]
 
 _SCRIPTS = ("__main__", "__mp_main__")
 
 
-def _absolute_path(entry: str) -> str | None:
-    """Return an absolute path for an entry of ``sys.path``; None if that is impossible."""
-    try:
-        return os.path.abspath(entry)
-    except FileNotFoundError:  # the working directory was deleted
-        return None
-
-
-# Absolute paths of relative entries of sys.path, resolved at import, because a program may change its directory later.
-_initial_entries = {entry: _absolute_path(entry) for entry in map(str, sys.path) if not os.path.isabs(entry)}
-
-
 def import_path() -> list[str]:
     """Return ``sys.path`` for a new process, with absolute paths.
 
-    It also includes the folders of loaded modules that ``sys.path`` does not contain any more. A relative entry is
-    resolved against the working directory at the import of this package, and against the present one.
+    It also includes the folders of loaded modules that ``sys.path`` does not contain any more.
     """
-    path: dict[str | None, None] = {}
+    found = list[str]()
     for entry in sys.path:
-        if isinstance(entry, str):  # imports ignore entries of other types
-            # multiprocessing has recorded the directory earlier, if it was imported earlier.
-            noted = getattr(sys.modules.get("multiprocessing.process"), "ORIGINAL_DIR", None) if entry == "" else None
-            path |= dict.fromkeys([_initial_entries.get(entry), noted, _absolute_path(entry)])
-    path.pop(None, None)
-    found = [entry for entry in path if entry is not None]
+        with contextlib.suppress(FileNotFoundError):  # the working directory was deleted
+            if isinstance(entry, str):  # imports ignore entries of other types
+                found.append(os.path.abspath(entry))
     for name, module in list(sys.modules.items()):
         folder = None if "." in name or name in _SCRIPTS else _import_folder(module)
-        if folder is None or folder in path:
+        if folder is None or folder in found:
             continue
         # The module's entry was removed, or was relative to another working directory.
         if not _finds_module(name, module, found) and _finds_module(name, module, [folder]):
             found.append(folder)
-            path[folder] = None
     return found
 
 
@@ -170,16 +152,10 @@ class _ImportHook:
 
 @functools.cache
 def _installed_folders() -> tuple[str, ...]:
-    """Return the folders of Python's own modules and of installed packages."""
-    return standard_folders() + package_folders()
-
-
-@functools.cache
-def standard_folders() -> tuple[str, ...]:
-    """Return the folders of Python's own modules, each with a separator at its end."""
+    """Return the folders of Python's own modules and of installed packages, each with a separator at its end."""
     import sysconfig
 
-    return tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+    return (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")), *package_folders())
 
 
 @functools.cache

@@ -79,7 +79,6 @@ def make_fork_safe_lock() -> Any:
 
 
 def _acquire_all_locks() -> None:
-    """Acquire all fork-safe locks before a fork."""
     _forking.acquire()
     while (busy := next((lock for lock in _live_locks() if not _acquire(lock, blocking=False)), None)) is not None:
         # Release all locks before waiting, because the thread that holds this one may wait for another.
@@ -88,7 +87,6 @@ def _acquire_all_locks() -> None:
 
 
 def _live_locks() -> list[Any]:
-    """Return the fork-safe locks that still exist."""
     references = _locks.data.copy()  # type: ignore[attr-defined]  # atomic, since other threads create locks
     return [lock for reference in references if (lock := reference()) is not None]
 
@@ -102,13 +100,11 @@ def _acquire(lock: Any, *, blocking: bool) -> bool:
 
 
 def _release_acquired() -> None:
-    """Release the locks in ``_acquired``."""
     while _acquired:
         _acquired.pop().release()
 
 
 def _release_all_locks() -> None:
-    """Release all fork-safe locks after a fork, in the parent and in the child."""
     _release_acquired()
     _forking.release()
 
@@ -332,7 +328,6 @@ _identity = uuid.uuid4()
 
 
 def _renew_identity() -> None:
-    """Give this process a new id, after a fork."""
     global _identity
     _identity = uuid.uuid4()
 

@@ -63,13 +63,12 @@ def available_memory() -> int | None:
     return min((size for size in sizes if size is not None), default=None)
 
 
-def private_memory(pid: int | str = "self") -> int | None:
-    """Return the memory that a process does not share, and that is freed when it ends.
+def private_memory() -> int | None:
+    """Return the memory that this process does not share, and that is freed when it ends.
 
-    :param pid: Process id, default this process
     :return: Bytes; None if the system does not report it
     """
-    rollup = _ROOT / f"proc/{pid}/smaps_rollup"
+    rollup = _ROOT / "proc/self/smaps_rollup"
     parts = [_read_field(rollup, name, 1024) for name in ("Private_Clean:", "Private_Dirty:")]
     return None if None in parts else sum(part or 0 for part in parts)
 
@@ -148,20 +147,15 @@ def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
         with tempfile.TemporaryFile(prefix=".rl-ext-", dir=folder) as file:
             file.write(bytes(4096))
     except OSError as error:
+        advice = "Free space there, or use" if error.errno in NO_SPACE else "Use"
         raise StorageError(
-            f"{argument}={os.fspath(path)!r} cannot be written to: {write_problem(folder, error)}. "
-            f"{_folder_advice(argument, error)}"
+            f"{argument}={os.fspath(path)!r} cannot be written to: {write_problem(folder, error)}. {advice} another "
+            f"folder, for example {argument}={str(Path.home() / 'runs')!r}"
         ) from error
     finally:
         for each in reversed(created):
             with contextlib.suppress(OSError):
                 each.rmdir()
-
-
-def _folder_advice(argument: str, error: OSError) -> str:
-    """Return what to do if a folder cannot be written to."""
-    another = f"se another folder, for example {argument}={str(Path.home() / 'runs')!r}"
-    return f"Free space there, or u{another}" if error.errno in NO_SPACE else f"U{another}"
 
 
 def write_problem(path: Path, error: OSError) -> str:

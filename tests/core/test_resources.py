@@ -107,10 +107,8 @@ def test_memory_limits_of_control_groups_version_1_are_respected(tree: Tree) -> 
 def test_private_memory_is_the_sum_of_clean_and_dirty_pages(tree: Tree) -> None:
     assert private_memory() is None
     lines = "Rss: 900 kB\nShared_Clean: 500 kB\nPrivate_Clean: 30 kB\nPrivate_Dirty: 12 kB\nSwap: 7 kB\n"
-    tree({"proc/self/smaps_rollup": lines, "proc/77/smaps_rollup": lines.replace("12", "20")})
+    tree({"proc/self/smaps_rollup": lines})
     assert private_memory() == 42 * KIB
-    assert private_memory(77) == 50 * KIB
-    assert private_memory(78) is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the kernel does not report it")
@@ -119,7 +117,6 @@ def test_resources_of_this_machine_are_plausible() -> None:
     available, private = available_memory(), private_memory()
     assert 0 < available <= psutil.virtual_memory().total
     assert 0 < private <= psutil.Process().memory_info().rss
-    assert private_memory(os.getpid()) is not None
 
 
 @pytest.mark.parametrize(

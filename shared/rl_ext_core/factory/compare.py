@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 from rl_ext_core import _file_guard, _pickle, processes, resources
 from rl_ext_core.factory import streams, walk
 from rl_ext_core.factory.drivers import Driver, driver_for
@@ -79,8 +81,6 @@ def run_in_subprocess(
 
     :param task: Picklable function. It receives a function that requests changes from this process.
     :param answer: Called in this process for each request.
-    :param preload: Names of modules that a fork server may import.
-    :param start_method: Start method of the process.
     :param environ: Environment variables of the process. None unsets a variable.
     :param timeout: Seconds that the task may take, by default 600.
     :param protects_files: Whether the process must not change the user's files.
@@ -131,24 +131,16 @@ def _serve_task(connection: Connection, packed: bytes, writable: str | None) -> 
 
 
 def measure(
-    build: Callable[[], Any],
-    read: Reader | None = None,
-    request_changes: ChangeRequest | None = None,
-    *,
-    begin: Callable[[], object] | None = None,
+    begin: Callable[[], object], build: Callable[[], Any], read: Reader, request_changes: ChangeRequest
 ) -> Examination:
-    """Build an environment, and measure its memory. It is neither reset nor stepped.
+    """Build an environment, read it, and measure its memory. It is neither reset nor stepped.
 
-    :param build: Builds the environment.
-    :param read: Called with the environment. Its result is stored in ``examination.read``.
-    :param request_changes: Not used. Tasks of :func:`run_in_subprocess` receive it.
     :param begin: Initializer, called first.
     """
-    if begin is not None:
-        begin()
+    begin()
     environment = build()
     try:
-        result = None if read is None else read(environment)
+        result = read(environment)
         return Examination(private_bytes=resources.private_memory(), read=result)
     finally:
         _close(environment)
@@ -163,10 +155,7 @@ def compare_and_measure(
 ) -> Examination:
     """Compare a copy with the original, and measure it.
 
-    :param recipe: Builds the copy.
-    :param original: Fingerprint of the instance.
-    :param adapt: Turns the environment into the one that workers step, e.g. one of TorchRL.
-    :param read: Called with the adapted environment. Its result is stored in ``examination.read``.
+    :param adapt: Turns the environment into the one that workers step, e.g. one of TorchRL, which ``read`` gets.
     :param request_changes: Returns the changes for paths of the original, or the reasons why there are none.
     """
     with contextlib.ExitStack() as stack:
@@ -175,15 +164,9 @@ def compare_and_measure(
             fresh = fingerprint(copy)
             paths = original.differences(fresh)
             found = Examination(warnings={_OPAQUE: _describe_hidden(original)})
-            if recipe.origin == "pickle":
-                if (error := _reset_error(copy)) is not None:
-                    return Examination([f"resetting a copy raises {error!r}"])
-                different = [_describe_difference(p, original, fresh) for p in paths if not p.startswith("<")]
-                classes = [path for path in paths if path.startswith("<")]
-                found = dataclasses.replace(
-                    found, problems=different, warnings={**found.warnings, _IMPORTED_AGAIN: classes}
-                )
-            elif paths:
+            if recipe.origin == "pickle" and (error := _reset_error(copy)) is not None:
+                return Examination([f"resetting a copy raises {error!r}"])
+            if paths:
                 # Rendering may kill a process without a display, so it is tried only if it may explain new objects.
                 renders = any(
                     token[0] == "object" and _is_scalar(fresh.token(path)) for path, token in original.tokens.items()
@@ -216,8 +199,8 @@ def compare_and_measure(
 @contextlib.contextmanager
 def _temporary_copy(recipe: Recipe) -> Iterator[Any]:
     """Build a copy after seeding this process, and close it after the ``with`` block."""
-    streams.seed_process(streams.seed_sequence(_SEED, 0))
-    copy = recipe.build()
+    streams.seed_process(np.random.SeedSequence(_SEED))
+    copy = recipe.build({}, recipe.load())
     try:
         yield copy
     finally:
@@ -225,7 +208,7 @@ def _temporary_copy(recipe: Recipe) -> Iterator[Any]:
 
 
 def _find_changes(histories: _Histories, request_changes: ChangeRequest) -> Examination:
-    """Return the changes since construction, or problems with setting them."""
+    """Return the changes since construction, and the problems with setting them."""
     paths = histories.changed_paths(histories.fresh)
     answers = dict(zip(paths, request_changes(paths) if paths else (), strict=True))
     refused = [
@@ -238,10 +221,7 @@ def _find_changes(histories: _Histories, request_changes: ChangeRequest) -> Exam
 
 
 def _compare_changed(copy: Any, histories: _Histories, found: Examination) -> Examination:
-    """Compare the original with a copy that has its changes, and reset that copy.
-
-    :param found: The changes.
-    """
+    """Compare the original with a copy that has its changes, and reset that copy."""
     original, copied = histories.original, fingerprint(copy)
     done = tuple(change.path for change in found.changes)
     error = _reset_error(copy) if done and histories.used else None
@@ -279,7 +259,6 @@ def _describe_hidden(original: Fingerprint, histories: _Histories | None = None)
 
 
 def _reset_error(environment: Any) -> Exception | None:
-    """Reset an environment and return the exception that it raises, or None."""
     driver = driver_for(environment, seed=_SEED)
     try:
         if driver is not None:
@@ -290,7 +269,7 @@ def _reset_error(environment: Any) -> Exception | None:
 
 
 def _seeded_reset(driver: Driver) -> None:
-    streams.seed_process(streams.seed_sequence(_SEED, 0))  # A reset may draw from global generators.
+    streams.seed_process(np.random.SeedSequence(_SEED))  # A reset may draw from global generators.
     driver.reset(_SEED)
 
 
@@ -403,13 +382,16 @@ class _Histories:
 
 
 def _is_scalar(token: Any) -> bool:
-    """Return whether a token describes an immutable value, or is missing."""
+    """Whether a token describes an immutable value, or is missing."""
     return token is None or token[0] in walk.SCALAR_TOKENS
 
 
 def _describe_difference(path: str, original: Fingerprint, copy: Fingerprint) -> str:
     """Return a clause on how a value of a copy differs from the instance's."""
     expected, actual = _describe_value(original, path), _describe_value(copy, path)
+    if path.endswith(".<is>"):
+        where = "a copy" if original.token(path) is None else "the instance"
+        return f"{path.removesuffix('.<is>')} is an object of its module or class only in {where}"
     if path in original.aliases and expected == actual:
         return f"{path} is the same object as {original.canonical_path(path)} in the instance, but not in a copy"
     if expected == actual:

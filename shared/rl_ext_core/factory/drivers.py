@@ -45,13 +45,22 @@ class Driver:
         :param seed: Seed of the environment's own generators. None does not seed them.
         :return: Result of the environment without infos, which later steps do not overwrite.
         """
-        return copy_output(self._env.reset(seed=seed)[0])
+        return copy_output(self._reset(seed))
 
     def step(self) -> Any:
         """Take a step with a random action. At the end of an episode, start the next one.
 
         :return: Results of the environment without infos, which later steps do not overwrite.
         """
+        result, is_over = self._step()
+        result = copy_output(result)
+        return [result, self.reset(None)] if is_over else result
+
+    def _reset(self, seed: int | None) -> Any:
+        raise NotImplementedError
+
+    def _step(self) -> tuple[Any, Any]:
+        """Take a step, and return the results without infos, and whether the episode is over."""
         raise NotImplementedError
 
     def _draw(self, space: Any, name: str = "", mask: Any = None) -> Any:
@@ -82,27 +91,27 @@ def sample_between(rng: np.random.Generator, low: Any, high: Any, shape: Any, dt
 class GymnasiumDriver(Driver):
     """Driver of ``gymnasium.Env``."""
 
-    def step(self) -> Any:
-        """Take a step with a random action. At the end of an episode, start the next one."""
+    def _reset(self, seed: int | None) -> Any:
+        return self._env.reset(seed=seed)[0]
+
+    def _step(self) -> tuple[Any, Any]:
         *result, _ = self._env.step(self._draw(self._env.action_space))
-        return [copy_output(result), self.reset(None)] if result[2] or result[3] else copy_output(result)
+        return result, result[2] or result[3]
 
 
 class _PettingZooAEC(Driver):
     """Driver of PettingZoo's ``AECEnv``, whose agents act in turn."""
 
-    def reset(self, seed: int | None) -> Any:
+    def _reset(self, seed: int | None) -> Any:
         self._env.reset(seed=seed)
-        return [self._env.agent_selection, *copy_output(self._env.last()[:4])]
+        return [self._env.agent_selection, *self._env.last()[:4]]
 
-    def step(self) -> Any:
-        if not self._env.agents:
-            return self.reset(None)
+    def _step(self) -> tuple[Any, Any]:
         agent = self._env.agent_selection
         observation, _, *ended, info = self._env.last()
         mask = _action_mask(observation, info)
         self._env.step(None if any(ended) else self._draw(self._env.action_space(agent), agent, mask))
-        return [self._env.agent_selection, *copy_output(self._env.last()[:4])] if self._env.agents else []
+        return ([self._env.agent_selection, *self._env.last()[:4]], False) if self._env.agents else ([], True)
 
 
 class _PettingZooParallel(Driver):
@@ -110,18 +119,16 @@ class _PettingZooParallel(Driver):
 
     _returned: tuple[Any, Any] = ({}, {})
 
-    def reset(self, seed: int | None) -> Any:
+    def _reset(self, seed: int | None) -> Any:
         self._returned = self._env.reset(seed=seed)
-        return copy_output(self._returned[0])
+        return self._returned[0]
 
-    def step(self) -> Any:
-        if not self._env.agents:
-            return self.reset(None)
+    def _step(self) -> tuple[Any, Any]:
         seen = {agent: [part.get(agent) for part in self._returned] for agent in self._env.agents}
         drawn = {a: self._draw(self._env.action_space(a), a, _action_mask(*parts)) for a, parts in seen.items()}
         *result, infos = self._env.step(drawn)
         self._returned = result[0], infos
-        return copy_output(result)
+        return result, not self._env.agents
 
 
 def _action_mask(observation: Any, info: Any) -> Any:
@@ -135,27 +142,26 @@ def _action_mask(observation: Any, info: Any) -> Any:
 class _DmEnv(Driver):
     """Driver of ``dm_env.Environment``: dm_control's, dmlab2d's, and wrappers of them."""
 
-    def reset(self, seed: int | None) -> Any:
+    def _reset(self, seed: int | None) -> Any:
         # dm_env has no seeds. dm_control's composer stores its generator in the environment, its suite in the task.
         for holder, name in ((self._env, "random_state"), (getattr(self._env, "task", None), "random")):
             found = getattr(holder, name, None)
             if seed is not None and isinstance(found, np.random.RandomState):
                 found.seed(seed)
                 break
-        return copy_output(tuple(self._env.reset()))
+        return tuple(self._env.reset())
 
-    def step(self) -> Any:
+    def _step(self) -> tuple[Any, Any]:
         time_step = self._env.step(self._draw_from_spec(self._env.action_spec()))
-        result = copy_output(tuple(time_step))
-        return [result, self.reset(None)] if time_step.last() else result
+        return tuple(time_step), time_step.last()
 
     def _draw_from_spec(self, spec: Any) -> Any:
         """Draw an action from a dm_env spec, which may be nested in mappings and lists."""
         if isinstance(spec, Mapping):
             return {name: self._draw_from_spec(part) for name, part in spec.items()}
         if isinstance(spec, (list, tuple)):
-            drawn = [self._draw_from_spec(part) for part in spec]
-            return tuple(drawn) if isinstance(spec, tuple) else drawn
+            drawn = map(self._draw_from_spec, spec)
+            return tuple(drawn) if isinstance(spec, tuple) else list(drawn)
         low, high = getattr(spec, "minimum", -np.inf), getattr(spec, "maximum", np.inf)
         return sample_between(self._rng, low, high, spec.shape, spec.dtype)
 
@@ -163,33 +169,29 @@ class _DmEnv(Driver):
 class _Robosuite(Driver):
     """Driver of robosuite's environments and their wrappers."""
 
-    def reset(self, seed: int | None) -> Any:
+    def _reset(self, seed: int | None) -> Any:
         if seed is not None and isinstance(getattr(self._env, "rng", None), np.random.Generator):
             # Seed in place, because placement samplers refer to the same generator. Older versions use a global one.
             self._env.rng.bit_generator.state = type(self._env.rng.bit_generator)(seed).state
-        return copy_output(self._env.reset())
+        return self._env.reset()
 
-    def step(self) -> Any:
+    def _step(self) -> tuple[Any, Any]:
         low, high = self._env.action_spec
         *result, _ = self._env.step(sample_between(self._rng, low, high, np.shape(low), np.float64))
-        return [copy_output(result), self.reset(None)] if result[2] else copy_output(result)
+        return result, result[2]
 
 
 class _TorchRL(Driver):
     """Driver of ``torchrl.envs.EnvBase``."""
 
-    _data: Any = None
-
-    def reset(self, seed: int | None) -> Any:
+    def _reset(self, seed: int | None) -> Any:
         if seed is not None:
             with contextlib.suppress(NotImplementedError):
                 self._env.set_seed(seed)
         self._data = self._env.reset()
-        return copy_output(self._data.to_dict())
+        return self._data.to_dict()
 
-    def step(self) -> Any:
-        if self._data is None:
-            self._data = self._env.reset()
+    def _step(self) -> tuple[Any, Any]:
         torch = sys.modules["torch"]
         # Specs draw actions from torch's global generator, whose state must not change for the environment.
         device = self._env.device
@@ -197,20 +199,20 @@ class _TorchRL(Driver):
             torch.manual_seed(int(self._rng.integers(2**31)))
             drawn = self._env.rand_action(self._data)
         taken, self._data = self._env.step_and_maybe_reset(drawn)
-        return [copy_output(taken.get("next").to_dict()), copy_output(self._data.to_dict())]
+        return {"next": taken.get("next").to_dict(), "root": self._data.to_dict()}, False
 
 
 class _Vmas(Driver):
     """Driver of VMAS's ``Environment``."""
 
-    def reset(self, seed: int | None) -> Any:
-        return copy_output(self._env.reset(seed=seed))
+    def _reset(self, seed: int | None) -> Any:
+        return self._env.reset(seed=seed)
 
-    def step(self) -> Any:
+    def _step(self) -> tuple[Any, Any]:
         *result, _ = self._env.step([self._draw_for_agent(agent) for agent in self._env.agents])
-        result = copy_output(result)
+        result = copy_output(result)  # The resets may overwrite it.
         ended = result[2] if len(result) == 3 else result[2] | result[3]
-        return [*result, [copy_output(self._env.reset_at(int(index))) for index in ended.nonzero()]]
+        return [*result, [copy_output(self._env.reset_at(int(index))) for index in ended.nonzero()]], False
 
     def _draw_for_agent(self, agent: Any) -> Any:
         """Draw an action of one agent for each environment, as a tensor."""

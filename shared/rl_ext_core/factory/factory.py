@@ -18,7 +18,7 @@ from rl_ext_core._system import process_identity
 from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.devices.decision import apply_in_worker
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, _missing_dependency_error
-from rl_ext_core.factory import compare, record, streams, walk
+from rl_ext_core.factory import compare, record, simulators, streams, walk
 from rl_ext_core.factory.recipe import (
     Examination,
     Recipe,
@@ -176,22 +176,20 @@ class EnvFactory(Generic[_Env]):
         is_elsewhere, seeded = self.worker is not None and self._creator != process_identity(), set[int]()
         if self.decision is not None:
             apply_in_worker(self.decision, is_creator=not is_elsewhere)
-        stream = None if recipe.takes_arguments else np.random.SeedSequence()
-        if self.worker is not None:
-            stream = streams.seed_sequence(self._entropy, self.worker, self._attempt)
-        if stream is not None and is_elsewhere:
-            # Seed before building, so that seeds set by the environment's own code win.
+        stream = np.random.SeedSequence(self._entropy, spawn_key=(self.worker or 0, self._attempt))
+        # Seed before building, so that seeds set by the environment's own code win.
+        if is_elsewhere:
             streams.seed_process(stream)
-            if recipe.takes_arguments:
-                recipe.load()  # This imports the environment's modules, whose generators are seeded next.
+        loaded = recipe.load()  # This imports the environment's modules, whose generators are seeded next.
+        if is_elsewhere:
             streams.seed_shared(stream, seeded)
-        environment = recipe.build(overrides)
-        if stream is not None:
-            if is_elsewhere:
-                streams.seed_shared(stream, seeded, environment)
-            if not recipe.takes_arguments:
-                streams.seed_copy(environment, stream)
-            streams.seed_unseeded(environment, stream)
+        environment = recipe.build(overrides, loaded)
+        if is_elsewhere:
+            streams.seed_shared(stream, seeded, environment)
+        if self.worker is not None or not recipe.takes_arguments:
+            streams.seed_parts(environment, stream, generators=not recipe.takes_arguments)
+        if not recipe.takes_arguments:
+            simulators.seed_simulators(walk.layers(environment), stream)
         for adapt in self._adapters:
             environment = adapt(environment)
         adapted: _Env = environment
@@ -211,7 +209,6 @@ def _unpickle_factory(packed: bytes) -> EnvFactory[Any]:
 
 
 def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) -> None:
-    """Raise if an argument of :meth:`EnvFactory.for_workers` is invalid."""
     for name, value, least in (("num_workers", num_workers, 1), ("seed", 0 if seed is None else seed, 0)):
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
             option = ", seed=0" if name == "seed" else ""
@@ -235,11 +232,7 @@ def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) ->
 
 
 def _decide_for_workers(devices: Any, num_workers: int, environment: Any) -> list[Decision | None]:
-    """Return a device decision for each worker.
-
-    :param environment: Instance whose renderer determines the rule of ``"round-robin"``, or None.
-    :raises InvalidArgumentError: If ``devices`` has another form.
-    """
+    """Return a device decision for each worker; the renderer of ``environment`` sets the rule of ``"round-robin"``."""
     if devices is None:
         return [None] * num_workers
     if isinstance(devices, Decision):
@@ -257,7 +250,6 @@ def _decide_for_workers(devices: Any, num_workers: int, environment: Any) -> lis
 
 
 def _renderer_of(environment: Any) -> str | None:
-    """Return the renderer whose rule chooses an environment's GPU, or None."""
     modules = [f"{base.__module__}." for layer in walk.layers(environment) for base in type(layer).__mro__]
     found = (name for start, name in _RENDERERS.items() if any(module.startswith(f"{start}.") for module in modules))
     return next(found, None)
@@ -308,11 +300,8 @@ def convert(
     read: Callable[[Any], Any] | None = None,
     timeout: float | None = None,
 ) -> EnvFactory[Any]:
-    """Turn an environment into a factory, and adapt what the factory builds to a framework.
+    """Turn an environment into a factory as :func:`as_factory` does, and adapt what it builds to a framework.
 
-    :param source: An environment, a function or class that builds one, or an id, as for :func:`as_factory`.
-    :param verify: Whether to compare a copy of an instance with it.
-    :param start_method: Start method of the temporary process.
     :param adapt: Takes an environment and returns the framework's, which is the one that is measured.
     :param preload: Names of modules that ``adapt`` needs.
     :param read: Called with the copy that is measured. Its result is stored in ``examination.read``.
@@ -352,24 +341,22 @@ def convert(
 def examine_factory(
     factory: EnvFactory[Any],
     *,
+    begin: Callable[[], object],
     read: Callable[[Any], Any],
+    preload: Sequence[str],
     start_method: str | None,
-    preload: Sequence[str] = (),
-    begin: Callable[[], object] | None = None,
-    timeout: float | None = None,
+    timeout: float | None,
 ) -> Examination:
     """Build an environment in a temporary process, and measure it.
 
-    :param factory: Builds the environment.
-    :param read: Called with the environment. Its result is stored in ``examination.read``.
-    :param start_method: Start method of the process.
-    :param preload: Names of modules that ``read`` may need.
     :param begin: Initializer of workers, called in the process first.
-    :param timeout: Seconds that building and stepping may take, by default 600.
+    :param read: Called with the environment. Its result is stored in ``examination.read``.
+    :param preload: Names of modules that ``read`` may need.
+    :param timeout: Seconds that building and reading may take, by default 600.
     :raises WorkerError: If building or reading fails, or the process dies.
     """
     return compare.run_in_subprocess(
-        functools.partial(compare.measure, factory, read, begin=begin),
+        functools.partial(compare.measure, begin, factory, read),
         preload=record.merge_modules(factory.preload, preload),
         start_method=start_method,
         environ=None if factory.decision is None else factory.decision.variables,
@@ -378,7 +365,6 @@ def examine_factory(
 
 
 def _is_environment(source: Any) -> bool:
-    """Return whether a value is an instance with methods ``reset`` and ``step``."""
     # This check precedes callable(), because TorchRL's environments are callable.
     return not isinstance(source, type) and all(callable(getattr(source, name, None)) for name in ("reset", "step"))
 
@@ -406,7 +392,6 @@ def _factory_from_instance(
     """Return a factory that copies an instance.
 
     :param examine: Compares a copy with the fingerprint of the instance. None trusts the first recipe.
-    :raises NotCopyableError: If no copy equals the instance.
     """
     line = f"lambda: {record.source_of_environment(environment)}"
     kinds = (type(layer) for layer in walk.layers(environment))

@@ -9,7 +9,6 @@ import difflib
 import functools
 import importlib
 import inspect
-import operator
 import pickle
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,10 +67,8 @@ class Recipe:
     :ivar source: Source code of a function that builds the same environment.
     :ivar takes_arguments: Whether overrides are arguments of the callable. Otherwise they are set on the copy.
     :ivar parameters: Names of the callable's parameters.
-    :ivar reload_each_time: Whether each call unpickles the callable again. A callable that contains an environment
-        would otherwise return the same one twice.
-    :ivar loaded: Callable and the specifications of ids that it names. In the process that packed it, they are the
-        caller's own objects.
+    :ivar loaded: Callable and the specifications of ids that it names, the caller's own objects. None in other
+        processes, and for a callable that contains an environment, which would return the same one twice.
     :ivar changes: Changes to set on a copy of an instance.
     """
 
@@ -80,19 +77,13 @@ class Recipe:
     source: str
     takes_arguments: bool = False
     parameters: tuple[str, ...] = ()
-    reload_each_time: bool = False
     loaded: tuple[Any, Iterable[Any]] | None = dataclasses.field(default=None, repr=False, compare=False)
     changes: tuple[Change, ...] = dataclasses.field(default=(), repr=False)
 
-    def build(self, overrides: Mapping[str, Any] | None = None) -> Any:
-        """Build an environment.
-
-        :param overrides: Arguments or attributes that differ in this one.
-        :raises InvalidArgumentError: If an override names neither an argument nor an attribute.
-        """
-        overrides = overrides or {}
+    def build(self, overrides: Mapping[str, Any], loaded: tuple[Any, Iterable[Any]]) -> Any:
+        """Build an environment from the result of :meth:`load`, with other arguments or attributes."""
         self.check(overrides, None)
-        environment = _call_with_specs(*self.load(), overrides if self.takes_arguments else {})
+        environment = _call_with_specs(*loaded, overrides if self.takes_arguments else {})
         if self.takes_arguments:
             return environment
         apply_changes(environment, self.changes)
@@ -100,13 +91,8 @@ class Recipe:
         return environment
 
     def load(self) -> tuple[Any, Iterable[Any]]:
-        """Unpickle the callable, and the gymnasium specifications of ids that it names."""
-        if self.loaded is not None:
-            return self.loaded
-        loaded: tuple[Any, Iterable[Any]] = pickle.loads(self.packed)
-        if not self.reload_each_time:
-            object.__setattr__(self, "loaded", loaded)
-        return loaded
+        """Return the callable, and the gymnasium specifications of ids that it names; unpickle them if needed."""
+        return pickle.loads(self.packed) if self.loaded is None else self.loaded
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickle again, because the user may have changed the script's globals.
@@ -114,11 +100,7 @@ class Recipe:
         return {**self.__dict__, "packed": packed, "loaded": None}
 
     def check(self, overrides: Mapping[str, Any], instance: Any) -> None:
-        """Check the names of overrides without building an environment.
-
-        :param instance: Instance that the recipe copies, or None.
-        :raises InvalidArgumentError: If an override names neither an argument nor an attribute.
-        """
+        """Raise if an override names neither an argument nor an attribute of ``instance``, which may be None."""
         takes_any = any(name.startswith("**") for name in self.parameters)
         for name, value in overrides.items():
             if not self.takes_arguments and instance is not None:
@@ -147,12 +129,9 @@ def _call_with_specs(build: Any, specs: Iterable[Any], arguments: Mapping[str, A
 
 
 def recipe_of_callable(build: Any, origin: str, source: str) -> Recipe:
-    """Return the recipe that calls a function.
-
-    :raises NotCopyableError: If the function refers to objects that cannot be pickled.
-    """
+    """Return the recipe that calls a function, unless it refers to objects that cannot be pickled."""
     loaded = (build, record.named_specs(build))
-    reload_each_time = any(map(walk.is_layer, record.referenced_values(build)))
+    has_environment = any(map(walk.is_layer, record.referenced_values(build)))
     try:
         packed = _pickle.dumps(loaded)
     except Exception as error:
@@ -161,20 +140,17 @@ def recipe_of_callable(build: Any, origin: str, source: str) -> Recipe:
             f"{str(error) or type(error).__name__}. Create that object inside of the function that builds the "
             "environment"
         ) from error
-    return Recipe(
-        origin, packed, source, True, _parameters(build), reload_each_time, None if reload_each_time else loaded
-    )
+    return Recipe(origin, packed, source, True, _parameters(build), None if has_environment else loaded)
 
 
 def recipe_of_instance(original: Fingerprint, source: str, *, constructs: bool) -> Recipe:
     """Return the recipe that copies an instance.
 
-    :param original: Fingerprint of the instance.
     :param source: Source code that constructs it.
     :param constructs: Whether to repeat the recorded calls of its constructors. Otherwise it is pickled.
     :raises NotCopyableError: If that is impossible. The message is a clause about the instance.
     """
-    environment, calls, references = original.objects[""], list[record.Call](), original.references
+    environment, calls = original.objects[""], list[record.Call]()
 
     def reduce(value: Any) -> Any:
         """Return the call that constructs an environment, for a pickle; None for other values."""
@@ -196,10 +172,7 @@ def recipe_of_instance(original: Fingerprint, source: str, *, constructs: bool) 
         if not constructs:
             raise NotCopyableError(f"after pickling, it lacks {path} ({reason})")
     try:
-        if constructs:
-            packed = _pickle.dumps(environment, reduce=reduce)
-        else:  # A copy refers to the globals and class attributes of its own process.
-            packed = _pickle.dumps(environment, (lambda part: references.get(id(part))) if references else None)
+        packed = _pickle.dumps(environment, reduce=reduce if constructs else None)
     except NotCopyableError:
         raise
     except Exception as error:
@@ -208,7 +181,7 @@ def recipe_of_instance(original: Fingerprint, source: str, *, constructs: bool) 
         raise NotCopyableError(f"{what}: {name}{str(error) or type(error).__name__}") from error
     specs = record.named_specs(calls)
     origin = ("spec" if calls[0].func is record.make_from_spec else "constructor") if constructs else "pickle"
-    loaded = (functools.partial(unpack, packed), specs)
+    loaded = (functools.partial(pickle.loads, packed), specs)
     return Recipe(origin, _pickle.dumps(loaded), source, loaded=loaded)
 
 
@@ -225,10 +198,7 @@ def _parameters(build: Any) -> tuple[str, ...]:
 
 
 def _layer_with_attribute(environment: Any, name: str, value: Any) -> Any:
-    """Find the outermost layer that has an attribute.
-
-    :raises InvalidArgumentError: If no layer has it.
-    """
+    """Find the outermost layer that has an attribute, or raise."""
     for layer in walk.layers(environment):
         if name in walk.attributes(layer) or any(name in vars(base) for base in type(layer).__mro__):
             return layer
@@ -241,10 +211,7 @@ def _layer_with_attribute(environment: Any, name: str, value: Any) -> Any:
 
 
 def _set_overrides(environment: Any, overrides: Mapping[str, Any]) -> None:
-    """Set attributes, each on the outermost layer that has it.
-
-    :raises InvalidArgumentError: If no layer has the attribute, or the layer changes the value that is set.
-    """
+    """Set attributes, each on the outermost layer that has it. Raise if it stores another value."""
     for name, value in overrides.items():
         layer = _layer_with_attribute(environment, name, value)
         try:
@@ -293,11 +260,9 @@ def _pack_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> C
     packed = original.objects[path]
 
     def location_of(value: Any) -> Any:
-        """Return the location of an object in a copy, or None to pickle the object."""
-        home = homes.get(id(value))
-        if value is packed or home is None or walk.is_part(home, path):
-            return None if value is packed else original.references.get(id(value))
-        return _steps_to(original, home)
+        """Return the steps to an environment outside of the value, or None to pickle the object."""
+        home = homes.get(id(value), path)
+        return None if walk.is_part(home, path) else _steps_to(original, home)
 
     try:
         return Change(path, steps, _pickle.dumps(packed, location_of))
@@ -335,22 +300,6 @@ def _describe_unpicklable(original: Fingerprint) -> str:
 # ---- In any process: set values on a copy.
 
 
-def unpack(packed: bytes, environment: Any = None) -> Any:
-    """Unpickle a value of :func:`pack_values`, or an environment.
-
-    :param packed: The pickle.
-    :param environment: Copy that the value is for. Parts of it that the value refers to are taken from it.
-    """
-
-    def find_object(place: Any) -> Any:
-        """Find a module's attribute or a part of the environment by its location in a pickle."""
-        if len(place) == 2 and isinstance(place[0], str):
-            return operator.attrgetter(place[1])(importlib.import_module(place[0]))
-        return functools.reduce(_follow_step, place, environment)
-
-    return _pickle.loads(packed, find_object)
-
-
 def _follow_step(holder: Any, step: Step) -> Any:
     operation, key = step
     if operation == "attribute":
@@ -365,8 +314,9 @@ def apply_changes(environment: Any, changes: Sequence[Change]) -> None:
     """
     for change in changes:
         try:
+            value = _pickle.loads(change.packed, lambda steps: functools.reduce(_follow_step, steps, environment))
             holder = functools.reduce(_follow_step, change.steps[:-1], environment)
-            _set_value(holder, *change.steps[-1], unpack(change.packed, environment))
+            _set_value(holder, *change.steps[-1], value)
         except Exception as error:
             raise LookupError(f"{change.path} cannot be set on a copy: {error!r}") from error
 

@@ -147,7 +147,7 @@ def _hook_new(owner: Any) -> None:
         instance = create(cls) if left else create(cls, *args, **kwargs)
         # A subclass's __new__ or metaclass may pass other arguments than those of the call.
         if is_call and type(instance) is cls:
-            _store_record(instance, cls, _freeze_call(args, kwargs))
+            _store_record(instance, _freeze_call(cls, args, kwargs))
         return instance
 
     new._records_calls = True
@@ -181,10 +181,10 @@ def _hook_call(meta: Any) -> None:
     @functools.wraps(original)
     @hide_from_warnings
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        frozen = _freeze_call(args, kwargs)
+        frozen = _freeze_call(cls, args, kwargs)
         instance = original(cls, *args, **kwargs)
         if type(cls).__call__ is call:
-            _store_record(instance, cls, frozen)
+            _store_record(instance, frozen)
         return instance
 
     call._records_calls = True  # type: ignore[attr-defined]
@@ -197,10 +197,10 @@ def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     @hide_from_warnings
     def maker(*args: Any, **kwargs: Any) -> Any:
-        frozen = _freeze_call(args, kwargs)
+        frozen = _freeze_call(maker, args, kwargs)
         instance = function(*args, **kwargs)
         if not any(instance is part for part in (*args, *kwargs.values())):
-            _store_record(instance, maker, frozen)
+            _store_record(instance, frozen)
         return instance
 
     maker._records_calls = True  # type: ignore[attr-defined]
@@ -212,20 +212,17 @@ def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return maker
 
 
-def _store_record(instance: Any, function: Any, frozen: tuple[Any, Any] | None) -> None:
+def _store_record(instance: Any, call: Call | None) -> None:
     """Store the call that created an instance in its ``__dict__``, if it has one."""
     held = instance_dict(instance)
-    if frozen is not None and held is not None:
-        held[RECORD] = _Record(instance, functools.partial(function, *frozen[0], **frozen[1]))
+    if call is not None and held is not None:
+        held[RECORD] = _Record(instance, call)
 
 
-def _freeze_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Copy plain containers and arrays among arguments. Return None if that fails.
-
-    Environments may change them after the call.
-    """
+def _freeze_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """Return a call with copies of its arguments, which environments may change later. None if that fails."""
     try:
-        return _freeze(args), _freeze(kwargs)
+        return functools.partial(function, *_freeze(args), **_freeze(kwargs))
     except Exception:  # The user's constructor must work, also with a list that contains itself.
         return None
 
@@ -410,10 +407,7 @@ def merge_modules(*lists: Iterable[str]) -> tuple[str, ...]:
 
 
 def preloadable_modules(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the modules that a fork server may import for all workers.
-
-    :param names: Names of modules that an environment needs.
-    """
+    """Return the modules that a fork server may import for all workers, of those that an environment needs."""
     whole, top_packages = "gymnasium.envs.mujoco", {name: name.partition(".")[0] for name in names}
     safe = {name: _PRELOADABLE[top] or name for name, top in top_packages.items() if top in _PRELOADABLE}
     return merge_modules(whole if name.startswith(whole) else module for name, module in safe.items())

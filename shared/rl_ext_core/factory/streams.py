@@ -9,39 +9,18 @@ import os
 import random
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rl_ext_core._import_path import call_when_imported
-from rl_ext_core.factory import simulators, walk
+from rl_ext_core.factory import walk
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["derive_seed", "seed_copy", "seed_process", "seed_sequence", "seed_shared", "seed_unseeded"]
-
-_LEAVES = {int, float, complex, bool, str, bytes, type(None), range, slice}
-_NOT_ENTERED = (type, types.ModuleType, types.FunctionType)
-
-
-def seed_sequence(seed: int | None, worker: int, attempt: int = 0) -> np.random.SeedSequence:
-    """Return the seed sequence of a worker.
-
-    :param seed: Seed of the group. None draws entropy from the operating system.
-    :param worker: Index of the worker in the group.
-    :param attempt: How often the worker was started before.
-    """
-    return np.random.SeedSequence(seed, spawn_key=(worker, attempt))
+__all__ = ["derive_seed", "seed_parts", "seed_process", "seed_shared"]
 
 
 def seed_process(stream: np.random.SeedSequence) -> None:
-    """Seed the global generators of Python, NumPy, torch and the C library.
-
-    torch is seeded once it is imported.
-
-    :param stream: Seeds of the worker.
-    """
+    """Seed the global generators of Python, NumPy and the C library, and that of torch once it is imported."""
     words = [int(word) for word in stream.generate_state(4)]
     random.seed(words[0])
     np.random.seed(words[1])
@@ -54,7 +33,6 @@ _torch_seed: list[int] = []
 
 
 def _seed_torch(torch: Any) -> None:
-    """Seed torch's global generator, which importing torch seeds randomly."""
     torch.manual_seed(_torch_seed[0])
 
 
@@ -68,89 +46,65 @@ def _seed_c_library(word: int) -> None:
 
 
 def derive_seed(stream: np.random.SeedSequence, name: Any) -> np.random.SeedSequence:
-    """Derive the seed of one generator from the seeds of its worker.
-
-    :param stream: Seeds of the worker.
-    :param name: Plain data that is unique among the worker's generators.
-    """
+    """Derive the seed of one generator from those of its worker, in which ``name`` is unique."""
     words = np.frombuffer(hashlib.blake2b(repr(name).encode(), digest_size=16).digest(), np.uint32)
     return np.random.SeedSequence([*map(int, stream.generate_state(4)), *map(int, words)])
 
 
-def reseed(generator: Any, seed: np.random.SeedSequence) -> None:
-    """Seed a generator in place.
+def reseed(item: Any, seed: np.random.SeedSequence) -> None:
+    """Seed a generator in place, or a gymnasium environment or space that has not drawn yet.
 
     Global generators, and those of the operating system, are not changed.
     """
     torch = sys.modules.get("torch")
-    if isinstance(generator, random.Random):
-        if generator is not random._inst and not isinstance(generator, random.SystemRandom):
-            random.Random.seed(generator, int.from_bytes(seed.generate_state(8).tobytes(), "little"))
-    elif torch is not None and isinstance(generator, torch.Generator):
-        if all(generator is not one for one in (torch.default_generator, *torch.cuda.default_generators)):
-            generator.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
-    elif generator is not np.random.mtrand._rand:
-        bits = generator
-        if not isinstance(generator, np.random.BitGenerator):
-            bits = getattr(generator, "_bit_generator", None) or generator.bit_generator
-        bits.state = type(bits)(seed).state
-        if isinstance(generator, np.random.RandomState):  # It caches the second of two normal numbers.
-            generator.set_state({**generator.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
-
-
-def seed_unseeded(root: Any, stream: np.random.SeedSequence) -> None:
-    """Seed gymnasium environments and spaces that have not drawn yet.
-
-    Otherwise their first draw seeds them randomly.
-
-    :param root: Environment or space. Its attributes, lists, tuples and dicts are searched, too.
-    :param stream: Source of the seeds.
-    """
-    if "gymnasium" not in sys.modules:
-        return
-    from gymnasium.utils import seeding
-
-    unseeded = [item for item in _reachable(root) if _is_unseeded(item)]
-    # The first four words seed the global generators, see seed_process().
-    for item, word in zip(unseeded, stream.generate_state(4 + len(unseeded))[4:], strict=True):
-        item._np_random, seed = seeding.np_random(int(word))
+    if isinstance(item, random.Random):
+        if item is not random._inst and not isinstance(item, random.SystemRandom):
+            random.Random.seed(item, int.from_bytes(seed.generate_state(8).tobytes(), "little"))
+    elif torch is not None and isinstance(item, torch.Generator):
+        if all(item is not one for one in (torch.default_generator, *torch.cuda.default_generators)):
+            item.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
+    elif _is_unseeded(item):
+        make_generator = sys.modules["gymnasium"].utils.seeding.np_random
+        item._np_random, used = make_generator(int(seed.generate_state(1)[0]))
         if hasattr(item, "_np_random_seed"):  # Spaces do not have this attribute.
-            item._np_random_seed = seed
+            item._np_random_seed = used
+    elif item is not np.random.mtrand._rand:
+        bits = item
+        if not isinstance(item, np.random.BitGenerator):
+            bits = getattr(item, "_bit_generator", None) or item.bit_generator
+        bits.state = type(bits)(seed).state
+        if isinstance(item, np.random.RandomState):  # It caches the second of two normal numbers.
+            item.set_state({**item.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
 
 
 def _is_unseeded(item: Any) -> bool:
-    gymnasium = sys.modules["gymnasium"]
+    gymnasium = sys.modules.get("gymnasium")
+    if gymnasium is None:
+        return False
     seeded = (gymnasium.Env, gymnasium.vector.VectorEnv, gymnasium.Space)
     wrappers = (gymnasium.Wrapper, gymnasium.vector.VectorWrapper)
     is_seeded = issubclass(type(item), seeded) and not issubclass(type(item), wrappers)
     return is_seeded and getattr(item, "_np_random", item) is None
 
 
-def _reachable(root: Any) -> Iterator[Any]:
-    """Yield a value and its parts, except plain data, classes, modules and functions."""
-    return walk.reachable(root, lambda part: type(part) not in _LEAVES and not issubclass(type(part), _NOT_ENTERED))
+def seed_parts(root: Any, stream: np.random.SeedSequence, *, generators: bool) -> None:
+    """Seed gymnasium environments and spaces that have not drawn yet. Their first draw would seed them randomly.
 
-
-def seed_copy(environment: Any, stream: np.random.SeedSequence) -> None:
-    """Seed the generators inside a copy of an instance, except global ones.
-
-    :param environment: The copy. Its attributes, lists, tuples and dicts are searched.
+    :param root: An object. Its attributes, lists, tuples and dicts are searched, too.
     :param stream: Source of the seeds.
+    :param generators: Whether to seed all generators as well, except global ones.
     """
-    held = (item for item in _reachable(environment) if walk.is_generator_class(type(item)))
-    for number, generator in enumerate({id(one): one for one in held}.values()):
-        reseed(generator, derive_seed(stream, number))
-    simulators.seed_simulators(walk.layers(environment), stream)
+    parts = walk.reachable(root)
+    found = [part for part in parts if _is_unseeded(part) or (generators and walk.is_generator_class(type(part)))]
+    for number, part in enumerate(found):
+        reseed(part, derive_seed(stream, number))
 
 
 def seed_shared(stream: np.random.SeedSequence, seeded: set[int], environment: Any = None) -> None:
-    """Seed generators that are globals or class attributes of modules.
-
-    The modules are the user's and the environment's.
+    """Seed generators that are globals or class attributes of the user's and the environment's modules.
 
     Workers import these modules, so their generators would all start in the same state.
 
-    :param stream: Seeds of the worker.
     :param seeded: Ids of generators that are already seeded. Ids are added to it.
     :param environment: Environment whose modules are searched in addition to the user's. None if it is not built yet.
     """
@@ -168,7 +122,7 @@ def seed_shared(stream: np.random.SeedSequence, seeded: set[int], environment: A
                 if id(item) not in seeded and (_is_space(item) or walk.is_generator_class(type(item))):
                     seeded.add(id(item))
                     own_stream = derive_seed(stream, f"{module}.{getattr(owner, '__qualname__', '')}.{name}")
-                    (seed_unseeded if _is_space(item) else reseed)(item, own_stream)
+                    seed_parts(item, own_stream, generators=not _is_space(item))
 
 
 def _is_space(item: Any) -> bool:

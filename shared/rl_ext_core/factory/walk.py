@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_ext_core._import_path import is_importable_elsewhere, package_folders
+from rl_ext_core._import_path import package_folders
 from rl_ext_core.factory import simulators
 
 __all__ = ["Fingerprint", "attributes", "fingerprint", "full_name", "is_installed", "layers"]
@@ -59,6 +59,7 @@ _WRAPPERS: set[type] = {property, staticmethod, classmethod, types.MethodType, f
 _WRAPPERS |= {functools.partialmethod, functools.cached_property, functools._lru_cache_wrapper}
 # Attributes of classes in which the standard library caches: subclasses of an ABC, and combined members of a Flag.
 _CLASS_CACHES = {"_abc_impl", "_value2member_map_"}
+_LEAVES = (int, float, complex, str, bytes, type(None), range, slice, type, types.ModuleType, types.FunctionType)
 _CONTAINERS = (dict, list, set, frozenset, tuple, deque)
 _TRANSPARENT = {object, typing.Generic, OrderedDict, defaultdict, *_CONTAINERS}
 # Bytecode operations on globals, and the number of low bits in their argument that do not belong to the name's index.
@@ -77,8 +78,6 @@ class Fingerprint:
     :ivar aliases: Path -> first path of the same object.
     :ivar hidden: Path -> reason why an object can be neither inspected nor pickled. Objects that the user's modules and
         classes use count, too.
-    :ivar references: Object id -> module and qualified name, for objects that are globals or class attributes. Another
-        process has its own object there.
     :ivar objects: Path -> object. Not pickled.
     :ivar steps: Path -> path of the holder, operation that sets the object there, and its name, key or index.
     """
@@ -86,7 +85,6 @@ class Fingerprint:
     tokens: dict[str, Any] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     hidden: dict[str, str] = dataclasses.field(default_factory=dict)
-    references: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     objects: dict[str, Any] = dataclasses.field(default_factory=dict)
     steps: dict[str, tuple[str, str | None, Any]] = dataclasses.field(default_factory=dict)
 
@@ -126,7 +124,7 @@ class Fingerprint:
 
     def __getstate__(self) -> dict[str, Any]:
         steps = {path: (holder, operation, None) for path, (holder, operation, _) in self.steps.items()}
-        return {**self.__dict__, "objects": {}, "steps": steps, "references": {}}
+        return {**self.__dict__, "objects": {}, "steps": steps}
 
 
 def is_part(path: str, holder: str) -> bool:
@@ -143,15 +141,20 @@ def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
     walk = _Walk()
     walk.visit_all(value)
     if code:
-        _CodeReader(walk).run()
+        walk.read_code()
     return walk.found
 
 
-def reachable(root: Any, is_entered: Callable[[Any], bool]) -> Iterator[Any]:
+def _is_object(value: Any) -> bool:
+    return not issubclass(type(value), _LEAVES)
+
+
+def reachable(root: Any, is_entered: Callable[[Any], bool] = _is_object) -> Iterator[Any]:
     """Yield a value and its parts in attributes, lists, tuples and dicts, breadth first.
 
     :param root: The value.
-    :param is_entered: Whether to yield a part and then its own parts.
+    :param is_entered: Whether to yield a part and then its own parts. By default, only plain data, classes, modules and
+        functions are left out.
     """
     waiting, seen = deque([root]), {id(root)}
     while waiting:
@@ -183,7 +186,6 @@ def is_layer(value: Any) -> bool:
 
 
 def _cached_per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
-    """Cache the results of a function whose argument is a class."""
     return functools.lru_cache(maxsize=10_000)(function)
 
 
@@ -388,6 +390,7 @@ class _Walk:
         self.functions: list[types.FunctionType] = []
         self._longest = longest
         self._owners: dict[int, str] = {}
+        self._read = set[int]()  # ids of classes and of functions' code
         self._waiting: deque[tuple[str, Any]] = deque()
 
     def visit_all(self, value: Any) -> None:
@@ -542,6 +545,72 @@ class _Walk:
             self.found.tokens[path] = "object", full_name(kind), len(item)
             yield from ((f"{{#{index}}}", None, None, part) for index, part in enumerate(sorted(item, key=_sort_key)))
 
+    # These methods add class attributes and globals.
+
+    def read_code(self) -> None:
+        """Add class attributes, and globals that functions read.
+
+        They are plain data of libraries, and all values and code of the user's modules.
+        """
+        for function in self.functions:
+            self._read_function(function)
+        for kind in sorted({base for met in self.classes for base in met.__mro__}, key=full_name):
+            if name_of(kind)[0].partition(".")[0] not in STABLE_PACKAGES and _is_python_class(kind):
+                self._read_class(kind)
+
+    def _read_class(self, kind: type) -> None:
+        if id(kind) in self._read:
+            return
+        self._read.add(id(kind))
+        for name, part in list(vars(kind).items()):
+            functions = list(functions_in(part))
+            for function in functions:
+                self._read_function(function)
+            special = name.startswith("__") and name.endswith("__") and not functions
+            if not special and name not in _CLASS_CACHES and type(part) is not types.MemberDescriptorType:
+                self._add(f"<class {full_name(kind)}>.{name}", part, name, name_of(kind)[0])
+
+    def _read_function(self, function: types.FunctionType) -> None:
+        """Add the globals that a function reads, and read the user's functions that it calls."""
+        space, known = function.__globals__, STABLE_PACKAGES | _OWN_PACKAGES
+        module = str(space.get("__name__"))
+        if id(function.__code__) in self._read or module.partition(".")[0] in known:
+            return
+        self._read.add(id(function.__code__))
+        for name in sorted(globals_in(function.__code__) & space.keys()):
+            part: Any = space[name]
+            if not issubclass(type(part), types.ModuleType):  # isinstance() would ask a proxy for its class.
+                self._add(f"<global {module}.{name}>", part, name, module)
+            elif part.__name__.partition(".")[0] not in known:
+                for used in sorted(set(function.__code__.co_names) & vars(part).keys()):
+                    self._add(f"<global {part.__name__}.{used}>", vars(part)[used], used, part.__name__)
+
+    def _add(self, label: str, part: Any, name: str, module: str) -> None:
+        """Add a value of a class or a module. Of installed libraries, only public plain data is added."""
+        kind: Any = type(part)
+        if label in self.found.tokens or kind in weakref.ProxyTypes or issubclass(kind, types.ModuleType):
+            return
+        token = plain_token(part)
+        if is_installed(module):
+            # The modules imported so far determine which modules, classes and functions are globals.
+            if not name.startswith("_") and token is not None and token[0] != "name":
+                self.found.tokens[label] = token
+            return
+        if (reason := simulators.why_unpicklable(kind)) is not None:
+            self.found.hidden[label] = reason
+            return
+        # The environment may refer to the same object as the module or class.
+        if (where := self.seen.get(id(part))) is not None:
+            self.found.tokens[f"{where}.<is>"] = "is", label
+        functions = list(functions_in(part))
+        if functions:
+            token = tuple(("function", code_digest(one.__code__), plain_token(one.__defaults__)) for one in functions)
+        self.found.tokens[label] = token or _object_token(part)
+        for function in functions:
+            self._read_function(function)
+        if isinstance(part, type) and not is_installed(name_of(part)[0]):
+            self._read_class(part)
+
 
 def _reduced_parts(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the parts of a pickle's reduction, except attributes, which are visited already."""
@@ -568,87 +637,6 @@ def _flat_token(item: Any) -> Any:
     if not kinds <= {int, float, bool, str, type(None)}:
         return None
     return type(item).__name__, len(item), digest(repr(item).encode("utf-8", "surrogatepass"))
-
-
-class _CodeReader:
-    """Adds class attributes, and globals that functions read, to a fingerprint.
-
-    They are plain data of libraries, and all values and code of the user's modules.
-    """
-
-    def __init__(self, walk: _Walk) -> None:
-        self._walk, self._found, self._done = walk, walk.found, set[int]()
-
-    def run(self) -> None:
-        for function in self._walk.functions:
-            self._read_function(function)
-        for kind in sorted({base for met in self._walk.classes for base in met.__mro__}, key=full_name):
-            if name_of(kind)[0].partition(".")[0] not in STABLE_PACKAGES and _is_python_class(kind):
-                self._read_class(kind)
-
-    def _read_class(self, kind: type) -> None:
-        if id(kind) in self._done:
-            return
-        self._done.add(id(kind))
-        for name, part in list(vars(kind).items()):
-            functions = list(functions_in(part))
-            for function in functions:
-                self._read_function(function)
-            special = name.startswith("__") and name.endswith("__") and not functions
-            if not special and name not in _CLASS_CACHES and type(part) is not types.MemberDescriptorType:
-                self._add(f"<class {full_name(kind)}>.{name}", part, kind, name, name_of(kind)[0])
-
-    def _read_function(self, function: types.FunctionType) -> None:
-        """Add the globals that a function reads, and read the user's functions that it calls."""
-        space, known = function.__globals__, STABLE_PACKAGES | _OWN_PACKAGES
-        module = str(space.get("__name__"))
-        if id(function.__code__) in self._done or module.partition(".")[0] in known:
-            return
-        self._done.add(id(function.__code__))
-        for name in sorted(globals_in(function.__code__) & space.keys()):
-            part: Any = space[name]
-            if not issubclass(type(part), types.ModuleType):  # isinstance() would ask a proxy for its class.
-                self._add(f"<global {module}.{name}>", part, sys.modules.get(module), name, module)
-            elif part.__name__.partition(".")[0] not in known:
-                for used in sorted(set(function.__code__.co_names) & vars(part).keys()):
-                    self._add(f"<global {part.__name__}.{used}>", vars(part)[used], part, used, part.__name__)
-
-    def _add(self, label: str, part: Any, owner: Any, name: str, module: str) -> None:
-        """Add a value of a class or a module. Of installed libraries, only public plain data is added."""
-        kind: Any = type(part)
-        if label in self._found.tokens or kind in weakref.ProxyTypes or issubclass(kind, types.ModuleType):
-            return
-        token = plain_token(part)
-        if is_installed(module):
-            # The modules imported so far determine which modules, classes and functions are globals.
-            if not name.startswith("_") and token is not None and token[0] != "name":
-                self._found.tokens[label] = token
-            return
-        if (reason := simulators.why_unpicklable(kind)) is not None:
-            self._found.hidden[label] = reason
-            return
-        self._add_identity(label, part, owner, name)
-        functions = list(functions_in(part))
-        if functions:
-            token = tuple(("function", code_digest(one.__code__), plain_token(one.__defaults__)) for one in functions)
-        self._found.tokens[label] = token or _object_token(part)
-        for function in functions:
-            self._read_function(function)
-        if isinstance(part, type) and not is_installed(name_of(part)[0]):
-            self._read_class(part)
-
-    def _add_identity(self, label: str, part: Any, owner: Any, name: str) -> None:
-        """Add a token if the environment refers to the same object as a module or class."""
-        where = self._walk.seen.get(id(part))
-        if where is None or where not in self._found.objects or scalar_token(part) is not None:
-            return
-        self._found.tokens[f"{where}.<is>"] = "is", label
-        is_module = isinstance(owner, types.ModuleType)
-        module = owner.__name__ if is_module else getattr(owner, "__module__", "")
-        is_main = module in ("__main__", "__mp_main__")
-        if (is_module or is_global(owner)) and not is_main and is_importable_elsewhere(module):
-            qualified = name if is_module else f"{owner.__qualname__}.{name}"
-            self._found.references.setdefault(id(part), (module, qualified))
 
 
 def _object_token(item: Any) -> Any:

@@ -127,7 +127,7 @@ class _Trial:
     def _build(self, operation: Operation) -> dict[str, Any]:
         # Seed global generators, so that constructors may draw from them. If steps do so, instances share state.
         seed = 71 + operation.source
-        streams.seed_process(streams.seed_sequence(seed, 0))
+        streams.seed_process(np.random.SeedSequence(seed))
         begin = time.perf_counter()
         environment = self._factories[operation.source]()
         seconds = time.perf_counter() - begin

@@ -8,7 +8,6 @@ import enum
 import functools
 import itertools
 import sys
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -164,8 +163,7 @@ def _class_of(build: Any) -> Any:
 
 def _fmi_flag(environment: Any) -> Declaration | None:
     """Search attributes, mappings, lists and tuples for FMI's flag, without calling ``__getattr__``."""
-    leaves = (str, bytes, int, float, type, types.ModuleType)
-    parts = walk.reachable(environment, lambda part: not issubclass(type(part), leaves))
-    if any(walk.attributes(item).get(_FMI) is True for item in itertools.islice(parts, _MAX_OBJECTS)):
+    parts = itertools.islice(walk.reachable(environment), _MAX_OBJECTS)
+    if any(walk.attributes(item).get(_FMI) is True for item in parts):
         return Isolation.SINGLE_INSTANCE.value, f"the flag {_FMI} of the FMI model description"
     return None

@@ -93,8 +93,8 @@ class Worker(BaseProcess):
 
     worker: int
     report: WorkerReport
-    _context: WorkerContext | None
     _modules: Sequence[str]
+    _environ: Mapping[str, str | None]
     _main: Mapping[str, Any]
     _worker_start: WorkerStart
     _lifeline: Any = None
@@ -110,10 +110,9 @@ class Worker(BaseProcess):
 
         Daemonic processes, such as the workers of ``multiprocessing.Pool``, may start workers too.
         """
-        context, self._context = self._context, None  # not kept alive by this process, or by a forked worker
-        assert context is not None
+        assert vars(self)["_popen"] is None, "a process is started only once"
         try:
-            self._launch(context)
+            self._launch()
         except BaseException:
             if self.popen is not None:
                 self.kill()
@@ -123,19 +122,18 @@ class Worker(BaseProcess):
             raise
 
     @defer_signals
-    def _launch(self, context: WorkerContext) -> None:
+    def _launch(self) -> None:
         """Create the report and the lifeline, then start the process."""
         config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
         daemon = {name: config.pop(name) for name in ("daemon",) if name in config}
-        self.report, self._modules, reading = WorkerReport(), context.preload, None
+        self.report, reading = WorkerReport(), None
         try:
             if not _system.WINDOWS:
                 reading, writing = os.pipe()
                 _lifelines.add(writing)
                 # At exit the kernel closes the lifeline, after the wait for the children.
                 self._lifeline = util.Finalize(self, _close_lifeline, (writing,))
-            own = {} if context.environs is None else context.environs[self.worker]
-            environ = {name: value for name, value in {**os.environ, **own}.items() if value is not None}
+            environ = {name: value for name, value in {**os.environ, **self._environ}.items() if value is not None}
             self._worker_start = WorkerStart(self.report.fd, reading, environ)
             super().start()
             if _system.WINDOWS:
@@ -395,7 +393,8 @@ class WorkerContext(mp_context.BaseContext):
         """Create a worker, with the arguments of ``multiprocessing.Process``."""
         number = next(self._count)
         process = Worker(*arguments, **{"name": f"{self.label}-{number}", **options})
-        process.worker, process._context, process._start_method = number, self, self._name  # type: ignore[attr-defined]
+        process.worker, process._start_method = number, self._name  # type: ignore[attr-defined]
+        process._modules, process._environ = self.preload, {} if self.environs is None else self.environs[number]
         return process
 
 

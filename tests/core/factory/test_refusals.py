@@ -143,6 +143,26 @@ def test_c_library_whose_state_cannot_be_copied_is_named(others: int, caplog: py
         os.close(one.handle)
 
 
+TABLE = {"k": 1.0}
+
+
+class Unrecorded:
+    """Environment of an unknown library, which can only be pickled. It refers to a global of its module."""
+
+    def __init__(self) -> None:
+        self.table = TABLE
+
+    def reset(self) -> float:
+        return self.table["k"]
+
+    step = reset
+
+
+def test_pickle_that_would_separate_an_object_from_its_module_is_rejected() -> None:
+    with pytest.raises(NotCopyableError, match=r"\.table is an object of its module or class only in the instance"):
+        as_factory(Unrecorded())
+
+
 # -- Environments that raise or crash.
 
 
