@@ -259,7 +259,7 @@ class DataParallel:
         found: list[TensorRunningMeanStd] = []
         while isinstance(env, VecEnvWrapper):
             if isinstance(env, TensorVecNormalize):
-                for part in env._tensor_rms.values():
+                for part in (vars(env)[name] for name in ("obs_rms", "ret_rms") if name in vars(env)):
                     found += part.values() if isinstance(part, dict) else [part]
             env = env.venv
         return found

@@ -132,9 +132,8 @@ class MultiAgentVecEnv(CheckedVecEnv):
         self._actions = None
         self.reset_infos = [{} for _ in range(self.num_envs)]
         for env_index in range(len(self.envs)):
-            self._reset_env(
-                env_index, self._seeds[env_index * len(self.agents)], self._options[env_index * len(self.agents)]
-            )
+            first = env_index * len(self.agents)
+            self._reset_env(env_index, self._seeds[first], self._options[first])
         self._reset_seeds()
         self._reset_options()
         return self._copy_observations()
