@@ -191,6 +191,7 @@ class _LastObservations:
         # Of each row: the number of its next observation in the ring of the table; _NEWEST or _REPEATED.
         self._numbers = torch.full((self._size * self._n_envs,), self._REPEATED, device=first.device)
         self._next = torch.zeros((), dtype=torch.int64, device=first.device)
+        self._looks = [0] * (-(-self._size // self._interval) + 1)  # next number at the looks of the last `size` steps
 
     def add(self, position: int, observations: Any, next_observations: Any) -> None:
         """Add the step whose observations were just written to the ring.
@@ -239,8 +240,9 @@ class _LastObservations:
         """Make place for the next observations of the steps until the next look at the numbers."""
         if self._steps == 0 or self._steps % self._interval:
             return
-        oldest = torch.where(self._numbers < 0, self._next, self._numbers).min()
-        begin, end = torch.stack([oldest, self._next]).tolist()
+        look = self._steps // self._interval
+        begin, end = self._looks[(look + 1) % len(self._looks)], int(self._next)
+        self._looks[look % len(self._looks)] = end
         needed = end - begin + self._interval * self._n_envs + 1
         if needed <= self._capacity:
             return
