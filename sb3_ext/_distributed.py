@@ -180,7 +180,6 @@ class DataParallel(BaseAlgorithm):
         return tensor
 
     def _gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
         found = [None] * self._world
         self._call(dist.all_gather_object, found, value)
         return found
@@ -367,7 +366,6 @@ _NOT_SAVED = [name for name in DataParallel.__annotations__ if name.startswith("
 
 
 def _all_callbacks(callback: Any) -> Iterator[BaseCallback]:
-    """Iterate over a callback and those in it."""
     yield callback
     inner = [*getattr(callback, "callbacks", []), getattr(callback, "callback", None)]
     for part in inner:

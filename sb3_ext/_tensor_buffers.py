@@ -230,7 +230,6 @@ class _LastObservations:
         kept = differs.nonzero().view(-1) if differs.is_cpu else torch.arange(len(differs), device=differs.device)
 
         def copy(table: torch.Tensor, part: torch.Tensor) -> None:
-            """Copy the rows of one leaf."""
             _as_integers(table).index_copy_(0, places[kept], _as_integers(part).index_select(0, kept))
 
         if len(kept):
@@ -250,7 +249,6 @@ class _LastObservations:
         old, new = (self._n_envs + numbers % size for size in (self._capacity, capacity))
 
         def copy(table: torch.Tensor) -> torch.Tensor:
-            """Copy one leaf to a larger table."""
             larger = table.new_zeros(self._n_envs + capacity, *table.shape[1:])
             larger[: self._n_envs] = table[: self._n_envs]
             _as_integers(larger).index_copy_(0, new, _as_integers(table).index_select(0, old))
@@ -284,7 +282,6 @@ class _LastObservations:
         kept = torch.where(numbers >= 0, self._n_envs + numbers % self._capacity, rows % self._n_envs)
 
         def join(ring: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-            """Return the rows of one leaf."""
             repeated = ring.flatten(0, 1).index_select(0, following)
             return torch.where(expand(numbers == self._REPEATED, repeated), repeated, table.index_select(0, kept))
 
@@ -396,7 +393,6 @@ class TensorReplayBuffer(ReplayBuffer):
         rows = torch.from_numpy(batch_inds * self.n_envs + env_indices).to(self.device)
 
         def select(part: torch.Tensor) -> torch.Tensor:
-            """Return the rows of a tensor."""
             return part.flatten(0, 1).index_select(0, rows)
 
         observations, actions = map_arrays(select, self.observations), select(self.actions)

@@ -153,7 +153,6 @@ def check_layers(env: Any) -> None:
 
 
 def _to_tensor_env(env: VecEnv) -> VecEnv:
-    """Return a ``VecEnv`` on tensors."""
     check_layers(env)
     return env if getattr(env, "tensors", False) else TensorVecEnv(env)
 

@@ -256,7 +256,6 @@ class BatchStepper:
         ]
 
     def _check_shapes(self, leaves: list[Any], count: int) -> None:
-        """Raise an error if observations do not have the shapes of the space."""
         for leaf, (shape, _) in zip(leaves, self.layout.shapes_and_dtypes, strict=True):
             if tuple(leaf.shape) != (count, *shape):
                 raise EnvironmentOutputError(
@@ -577,7 +576,6 @@ class RunningInfo(dict[str, Any]):
                 self.omitted_keys.add(key)
 
     def _raise_read_only(self, *_: Any, **__: Any) -> Any:
-        """Raise an error, because the info is read-only."""
         raise InvalidTypeError(
             "this info is shared by all environments whose episodes continue, and cannot be changed. Change a copy, "
             'info.copy(), or write GymVecEnv(..., infos="all")'

@@ -9,7 +9,11 @@ The classes replace the code of Stable Baselines3 that handles arrays, and inher
 callbacks, logs and files. With the same seed, their weights are those of Stable Baselines3, except for the order of
 additions. On the CPU, it differs in the statistics of ``TensorVecNormalize`` for more than 15 environments. On other
 devices, it also differs where a time limit ends episodes: their values are predicted at once, instead of one by one.
-Environments on arrays work too. Source: https://github.com/DLR-RM/stable-baselines3/issues/314
+
+``env`` is a ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``, or an environment on arrays. A wrapper
+that works on arrays around an environment on tensors raises :class:`~rl_ext_core.errors.InvalidTypeError`.
+
+Source: https://github.com/DLR-RM/stable-baselines3/issues/314
 """
 
 from __future__ import annotations
@@ -87,11 +91,9 @@ class _TensorAlgorithm(DataParallel):
         return super().predict(map_arrays(to_numpy, observation), *args, **kwargs)
 
     def _on_device(self, observation: Any) -> Any:
-        """Return observations on the device of the policy."""
         return map_arrays(lambda part: torch.as_tensor(part, device=self.device), observation)
 
     def _bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the bounds of actions as tensors."""
         if self._action_bounds is None:
             space: Any = self.action_space
             low, high = (torch.tensor(bound, device=self.device) for bound in (space.low, space.high))
@@ -197,7 +199,6 @@ class _OnPolicy(_TensorAlgorithm, OnPolicyAlgorithm):
     """Rollouts of PPO and A2C on tensors."""
 
     def _setup_model(self) -> None:
-        """Create policy and rollout buffer."""
         self._unread = []
         given = self.rollout_buffer_class  # saved files contain the user's choice
         self.rollout_buffer_class = _choose_buffer(given, TensorRolloutBuffer)
@@ -281,7 +282,6 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
     """Transitions of SAC, TD3 and DQN on tensors."""
 
     def _setup_model(self) -> None:
-        """Create policy and replay buffer."""
         self._unread = []
         given, n_steps = self.replay_buffer_class, getattr(self, "n_steps", 1)  # saved files contain the user's choice
         self.replay_buffer_class = _choose_buffer(given, TensorReplayBuffer)
@@ -431,43 +431,23 @@ def _reset_noise(noise: Any, dones: torch.Tensor) -> None:
 
 
 class PPO(_OnPolicy, sb3.PPO):
-    """PPO of Stable Baselines3 on tensors, with the same arguments, results and files.
-
-    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
-    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
-    """
+    """PPO of Stable Baselines3 on tensors, with the same arguments, results and files."""
 
 
 class A2C(_OnPolicy, sb3.A2C):
-    """A2C of Stable Baselines3 on tensors, with the same arguments, results and files.
-
-    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
-    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
-    """
+    """A2C of Stable Baselines3 on tensors, with the same arguments, results and files."""
 
 
 class SAC(_OffPolicy, sb3.SAC):
-    """SAC of Stable Baselines3 on tensors, with the same arguments, results and files.
-
-    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
-    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
-    """
+    """SAC of Stable Baselines3 on tensors, with the same arguments, results and files."""
 
 
 class TD3(_OffPolicy, sb3.TD3):
-    """TD3 of Stable Baselines3 on tensors, with the same arguments, results and files.
-
-    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
-    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
-    """
+    """TD3 of Stable Baselines3 on tensors, with the same arguments, results and files."""
 
 
 class DQN(_OffPolicy, sb3.DQN):
-    """DQN of Stable Baselines3 on tensors, with the same arguments, results and files.
-
-    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
-    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
-    """
+    """DQN of Stable Baselines3 on tensors, with the same arguments, results and files."""
 
     def _choose_actions(self) -> torch.Tensor:
         """Return random actions at the exploration rate, else those of the policy."""
