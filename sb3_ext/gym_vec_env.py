@@ -298,15 +298,15 @@ class GymVecEnv(CheckedVecEnv):
     def _find_call(self, indices: Indices, required_attr: str | None = None) -> Callable[..., list[Any]] | None:
         """Return a function that calls a method of these sub-environments; None if they are not accessible.
 
-        :param required_attr: attribute that all must have; a worker without it would end
-        :raises AttributeError: If a sub-environment lacks ``required_attr``.
+        :param required_attr: attribute that all must have; it is checked first, because a worker without it would end
+        :raises AttributeError: If a sub-environment in a worker lacks ``required_attr``.
         """
         self._require_open()
         base, chosen = self._base, self._resolve_indices(indices, self.num_envs)
         if isinstance(base, SyncVectorEnv):
-            call: Any = partial(_call_each, [base.envs[index] for index in chosen])
-        elif isinstance(base, AsyncVectorEnv):
-            call = partial(call_in_workers, base, chosen)
+            return partial(_call_each, [base.envs[index] for index in chosen])
+        if isinstance(base, AsyncVectorEnv):
+            call: Any = partial(call_in_workers, base, chosen)
         elif hasattr(base, "call_some"):  # SharedMemoryVectorEnv, whose import would require a later gymnasium
             call = partial(base.call_some, chosen)
         else:
