@@ -512,11 +512,11 @@ def _ended_info(own: dict[str, Any], time_out: Any, last: Any) -> dict[str, Any]
 
 def add_episode(info: dict[str, Any], total: float, length: int, seconds: float) -> None:
     """Add the statistics of an ended episode to its info, unless the environment returns its own."""
-    own = info.get("episode")
-    if isinstance(own, dict) and "r" in own:
-        return
-    # ManiSkill's episode has other keys; SB3 reads r, l and t.
-    info["episode"] = {**(own if isinstance(own, dict) else {}), "r": total, "l": length, "t": seconds}
+    own, episode = info.get("episode"), {"r": total, "l": length, "t": seconds}
+    if isinstance(own, dict) and own:
+        # ManiSkill's episode has other keys; SB3 reads r, l and t.
+        episode = own if "r" in own else {**own, **episode}
+    info["episode"] = episode
 
 
 def _select_info_rows(info: Any, rows: Array, count: int, *, broadcast: bool) -> dict[str, Any]:
