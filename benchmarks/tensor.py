@@ -262,7 +262,7 @@ def compare_replay(options: argparse.Namespace) -> None:
     print(f"\nreplay: {steps} steps of {n_envs} environments on {options.device}")
     clock = time.thread_time if options.device == "cpu" else synchronized_time
     last = found[OURS]._last
-    nbytes = {OURS: found[OURS].observations.nbytes + last._table.nbytes + last._numbers.nbytes + last._begins.nbytes}
+    nbytes = {OURS: found[OURS].observations.nbytes + last._table.nbytes + last._numbers.nbytes}
     nbytes[THEIRS] = found[THEIRS].observations.nbytes + found[THEIRS].next_observations.nbytes
     print(
         f"{'observations':28}{nbytes[OURS] / 1e6:,.0f} MB with next ones, {nbytes[OURS] / nbytes[THEIRS]:.2f} of SB3's"

@@ -18,16 +18,10 @@ from rl_ext_core.errors import InvalidArgumentError
 __all__ = ["call_in_workers", "progress_remaining", "store_of_ranks", "without_validation"]
 
 
-def _constants_of(code: Any) -> set[Any]:
-    """Return the constants in a code object, and the items of tuples among them."""
-    parts = [constant if isinstance(constant, tuple) else (constant,) for constant in code.co_consts]
-    return {name for part in parts for name in part}
-
-
 # AsyncVectorEnv calls all workers or none. These private names call some of them.
-_worker = getattr(async_vector_env, "_async_worker", None)
-_CAN_CALL_SOME = (
-    hasattr(AsyncVectorEnv, "_raise_if_errors") and _worker is not None and "_call" in _constants_of(_worker.__code__)
+_worker_code = getattr(getattr(async_vector_env, "_async_worker", None), "__code__", None)
+_CAN_CALL_SOME = hasattr(AsyncVectorEnv, "_raise_if_errors") and "'_call'" in repr(
+    getattr(_worker_code, "co_consts", ())
 )
 
 
@@ -67,12 +61,9 @@ def store_of_ranks() -> Any:
 def without_validation() -> Iterator[None]:
     """Do not check parameters of distributions, which would wait for the device in each step.
 
-    Invalid parameters still raise an error in ``train()``. If torch lacks the private name, they are checked.
+    Invalid parameters still raise an error in ``train()``. If torch lacks the private name, its default applies after.
     """
-    before = getattr(Distribution, "_validate_args", None)
-    if before is None:
-        yield
-        return
+    before = getattr(Distribution, "_validate_args", __debug__)
     Distribution.set_default_validate_args(False)
     try:
         yield

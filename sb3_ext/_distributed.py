@@ -12,27 +12,28 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import zip_longest
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
 from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import TrainFrequencyUnit
 from stable_baselines3.common.vec_env import VecEnvWrapper
 
 from rl_ext_core.devices import resolve_device
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from rl_ext_core.vector.array_frameworks import leaves
 from sb3_ext._compat import store_of_ranks
 from sb3_ext._tensor_vec_env import TensorRunningMeanStd, TensorVecNormalize
 
 __all__ = ["DataParallel"]
 
-_MISSING = object()
 # Settings that must be equal on all ranks, because the ranks take the same number of steps.
 _SHARED = [
     "n_envs",
@@ -75,58 +76,31 @@ class _SharedThreshold:
         return self._mean(float(value)) > self._limit
 
 
-class _Episodes(deque[Any]):
-    """Window of the newest episodes of all ranks, for logs.
+class DataParallel(BaseAlgorithm):
+    """Base class of the algorithms. It changes nothing unless the process group has several ranks."""
 
-    :param shared: episodes at the last exchange
-    :ivar new: newest episodes of this rank since then
-    """
-
-    def __init__(self, shared: Iterable[Any], maxlen: int) -> None:
-        super().__init__(shared, maxlen)
-        self.shared, self.new = deque(self, maxlen), deque[Any](maxlen=maxlen)
-
-    def append(self, item: Any) -> None:
-        """Add an episode of this rank."""
-        super().append(item)
-        self.new.append(item)
-
-    def extend(self, items: Iterable[Any]) -> None:
-        """Add episodes of this rank."""
-        for item in items:
-            self.append(item)
-
-    def __reduce__(self) -> Any:
-        return deque, (list(self), self.maxlen)  # SB3 loads files without this class
-
-
-class DataParallel:
-    """Mixin of an algorithm. It changes nothing unless the process group has several ranks."""
-
-    # Attributes of the algorithm.
     policy: Any
     env: Any
-    device: torch.device
-    n_envs: int
-    num_timesteps: int
-    ep_info_buffer: Any
-    ep_success_buffer: Any
-    _episode_num: int
-    _stats_window_size: int
 
-    _rank, _world = 0, 1
-    _in_train = False
+    # These are not saved.
+    _rank: int = 0
+    _world: int = 1
+    _in_train: bool = False
     _clip: float | None = None  # max_grad_norm, which applies to averaged gradients
-    _rollouts = 0  # number of exchanges, by which a missing rank is found
-    _counts = (0, 0)  # num_timesteps and _episode_num after the last exchange
-    _moments: list[Any]  # mean, variance and count of each normalization after the last exchange
+    _rollouts: int = 0  # number of exchanges, by which a missing rank is found
+    # After the last exchange: num_timesteps and _episode_num, the windows of episodes and successes for logs, and mean,
+    # variance and count of each normalization.
+    _counts: tuple[int, int]
+    _windows: tuple[list[Any], list[Any]]
+    _moments: list[Any]
+    _new: tuple[list[Any], list[Any]]  # episodes and successes of this rank since then
 
     def _setup_model(self: Any) -> None:
         """Join the process group, choose the device of this rank, and average gradients before each optimizer step."""
         _start_group(self.device)
         self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if self._world == 1:
-            super()._setup_model()  # type: ignore[misc]
+            super()._setup_model()  # type: ignore[safe-super]
             return
         if self.device.type == "cuda" and self.device.index is None:
             self.device = resolve_device("auto")  # SB3 would use cuda:0 on each rank
@@ -137,11 +111,10 @@ class DataParallel:
                 'the process group has backend "nccl", which cannot exchange logs: expected gloo for the CPU. Use '
                 'dist.init_process_group("cpu:gloo,cuda:nccl")'
             )
-        super()._setup_model()  # type: ignore[misc]
+        super()._setup_model()  # type: ignore[safe-super]
         self._check_model()
-        owners = [*self.policy.modules(), *([self] if getattr(self, "ent_coef_optimizer", None) is not None else [])]
-        for owner in owners:
-            optimizer = owner.ent_coef_optimizer if owner is self else getattr(owner, "optimizer", None)
+        optimizers = [getattr(module, "optimizer", None) for module in self.policy.modules()]
+        for optimizer in [*optimizers, getattr(self, "ent_coef_optimizer", None)]:
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.register_step_pre_hook(self._average_gradients)
 
@@ -170,7 +143,7 @@ class DataParallel:
 
     def set_random_seed(self: Any, seed: int | None = None) -> None:
         """Set the seeds. Environments of a rank get those that follow the seeds of the rank before."""
-        super().set_random_seed(None if seed is None else seed + self._rank * self.n_envs)  # type: ignore[misc]
+        super().set_random_seed(None if seed is None else seed + self._rank * self.n_envs)
 
     # -- collectives
 
@@ -186,19 +159,18 @@ class DataParallel:
 
     def _find_cause(self, error: RuntimeError) -> str:
         """Return a sentence about the ranks that raised an error, or have not reached this rollout."""
-        store = store_of_ranks()
         others = [rank for rank in range(self._world) if rank != self._rank]
         try:
-            failed = {rank: store.get(f"rl_ext/error/{rank}").decode() for rank in others if _has(store, "error", rank)}
-            reached = {
-                rank: int(store.get(f"rl_ext/rollout/{rank}")) if _has(store, "rollout", rank) else 0 for rank in others
-            }
+            store = store_of_ranks()
+            keys = {rank: f"rl_ext/{rank}" for rank in others}
+            reports = {rank: store.get(key).decode() if store.check([key]) else "0" for rank, key in keys.items()}
         except Exception:  # the process that keeps the store has ended too
-            failed, reached = {}, {}
+            reports = {}
+        failed = [f"rank {rank} raised {text}" for rank, text in reports.items() if not text.isdecimal()]
         if failed:
-            return "; ".join(f"rank {rank} raised {text}" for rank, text in failed.items())
-        late = [rank for rank, count in reached.items() if count < self._rollouts]
-        names = f"rank {', '.join(map(str, late))}" if late else f"one of the ranks {others}"
+            return "; ".join(failed)
+        late = [str(rank) for rank, count in reports.items() if int(count) < self._rollouts]
+        names = f"rank {', '.join(late)}" if late else f"one of the ranks {others}"
         reason = str(error).splitlines()[0]
         return f"{names} was killed, or did not finish rollout {self._rollouts} before the timeout ({reason})"
 
@@ -208,7 +180,6 @@ class DataParallel:
         return tensor
 
     def _gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
         found = [None] * self._world
         self._call(dist.all_gather_object, found, value)
         return found
@@ -259,60 +230,55 @@ class DataParallel:
         found: list[TensorRunningMeanStd] = []
         while isinstance(env, VecEnvWrapper):
             if isinstance(env, TensorVecNormalize):
-                for part in env._tensor_rms.values():
-                    found += part.values() if isinstance(part, dict) else [part]
+                found += leaves([vars(env)[name] for name in ("obs_rms", "ret_rms") if name in vars(env)])
             env = env.venv
         return found
 
-    def _end_rollout(self: Any, goes_on: bool) -> bool:
-        """Exchange steps, episodes and statistics; return whether no rank stops."""
+    def _copy_moments(self) -> list[Any]:
+        """Return mean, variance and count of each normalization."""
+        return [(part.mean.cpu(), part.var.cpu(), part.count) for part in self._normalizations()]
+
+    def _add_episodes(self: Any, episodes: list[Any], successes: list[Any], count: int) -> None:
+        """Add ended episodes and successes to the windows for logs, and count the episodes."""
+        self.ep_info_buffer.extend(episodes)
+        self.ep_success_buffer.extend(successes)
+        self._episode_num += count if isinstance(self, OffPolicyAlgorithm) else 0  # as in Stable Baselines3
+        if self._world > 1:
+            self._new = self._new[0] + episodes, self._new[1] + successes
+
+    def _exchange(self: Any, goes_on: bool) -> bool:
+        """Combine steps, episodes and statistics of all ranks after a rollout; return whether no rank stops."""
         if self._world == 1:
-            return super()._end_rollout(goes_on)  # type: ignore[misc,no-any-return]
-        self._read_episodes()
+            return goes_on
         self._report_rollout()
-        windows = self.ep_info_buffer, self.ep_success_buffer
         steps = (self.num_timesteps - self._counts[0]) // self._world
-        own = [steps, self._episode_num - self._counts[1], goes_on, [list(window.new) for window in windows]]
-        moments = [_new_moments(*pair) for pair in zip(self._normalizations(), self._moments, strict=True)]
-        every = self._gather([*own, moments])
-        steps, episodes, go_on, new, of_ranks = zip(*every, strict=True)
+        share = max(self._stats_window_size // self._world, 1)  # of each rank in the windows
+        newest = [part[-share:] for part in self._new]
+        own = steps, self._episode_num - self._counts[1], goes_on, newest, self._copy_moments()
+        steps, episodes, go_on, new, moments = zip(*self._gather(own), strict=True)
         self.num_timesteps, self._episode_num = self._counts[0] + sum(steps), self._counts[1] + sum(episodes)
-        for window, parts in zip(windows, zip(*new, strict=True), strict=True):
-            # The window of logs ends with the newest episodes of each rank, in turns.
-            turns = [*zip_longest(*(reversed(part) for part in parts), fillvalue=_MISSING)]
-            window.shared.extend(item for turn in reversed(turns) for item in turn if item is not _MISSING)
-        columns = zip(self._normalizations(), self._moments, zip(*of_ranks, strict=True), strict=True)
+        windows = self.ep_info_buffer, self.ep_success_buffer
+        for window, before, parts in zip(windows, self._windows, zip(*new, strict=True), strict=True):
+            window.clear()
+            window.extend(chain(before, *parts))
+        columns = zip(self._normalizations(), self._moments, zip(*moments, strict=True), strict=True)
         for statistics, before, parts in columns:
-            statistics.mean, statistics.var, statistics.count = before
-            for mean, var, count in parts:  # in the same order on each rank, so that all get the same bits
-                if count:
-                    statistics.update_from_moments(mean.to(self.device), var.to(self.device), count)
+            _combine(statistics, before, parts)
         self._begin_exchange()
         return all(go_on)
 
     def _begin_exchange(self: Any) -> None:
         """Remember what all ranks have in common."""
         self._counts = self.num_timesteps, self._episode_num
-        self._moments = [(part.mean, part.var, part.count) for part in self._normalizations()]
-        self.ep_info_buffer, self.ep_success_buffer = (
-            _Episodes(getattr(window, "shared", window), self._stats_window_size)
-            for window in (self.ep_info_buffer, self.ep_success_buffer)
-        )
+        self._windows, self._new = (list(self.ep_info_buffer), list(self.ep_success_buffer)), ([], [])
+        self._moments = self._copy_moments()
 
     def _report_rollout(self) -> None:
         """Count the exchanges of this rank in the store, where other ranks find which one is missing."""
         self._rollouts += 1
         store = store_of_ranks()
         if store is not None:
-            self._call(store.set, f"rl_ext/rollout/{self._rank}", str(self._rollouts))
-
-    def _on_step(self: Any) -> None:
-        """Update the exploration rate and target network of DQN, whose interval counts the steps of all ranks."""
-        self.n_envs *= self._world
-        try:
-            super()._on_step()  # type: ignore[misc]
-        finally:
-            self.n_envs //= self._world
+            self._call(store.set, f"rl_ext/{self._rank}", str(self._rollouts))
 
     # -- start, errors and files
 
@@ -323,18 +289,18 @@ class DataParallel:
         :raises WorkerError: If another rank has ended, or does not answer within the timeout of the process group.
         """
         try:
-            return super().learn(*args, **kwargs)  # type: ignore[misc]
+            return super().learn(*args, **kwargs)  # type: ignore[safe-super]
         except BaseException as error:
             store = store_of_ranks() if self._world > 1 else None
             if store is not None and not isinstance(error, WorkerError):
                 with suppress(RuntimeError):  # the process that keeps the store has ended
-                    store.set(f"rl_ext/error/{self._rank}", f"{type(error).__name__}: {error}".splitlines()[0])
+                    store.set(f"rl_ext/{self._rank}", f"{type(error).__name__}: {error}".splitlines()[0])
             raise
 
     def _setup_learn(self: Any, total_timesteps: int, *args: Any, **kwargs: Any) -> Any:
         """Compare the settings of all ranks, and copy parameters and statistics of rank 0."""
         if self._world == 1:
-            return super()._setup_learn(total_timesteps, *args, **kwargs)  # type: ignore[misc]
+            return super()._setup_learn(total_timesteps, *args, **kwargs)
         self._report_rollout()
         own = {"class": type(self).__name__, "total_timesteps": total_timesteps}
         settings = {name: getattr(self, name) for name in _SHARED if hasattr(self, name)}
@@ -353,22 +319,21 @@ class DataParallel:
         if self._rank:
             self.verbose = 0
             self.set_logger(Logger(None, []))
-        self._counts, self._moments = (0, 0), [(part.mean, part.var, part.count) for part in self._normalizations()]
-        found = super()._setup_learn(total_timesteps, *args, **kwargs)  # type: ignore[misc]
-        before = self._moments
+        moments = self._copy_moments()
+        result = super()._setup_learn(total_timesteps, *args, **kwargs)
         self._begin_exchange()
-        self._moments = before  # the reset added observations
-        return found
+        self._moments = moments  # the reset added observations
+        return result
 
     def _init_callback(self: Any, callback: Any, progress_bar: bool = False) -> BaseCallback:
         """Start the callbacks, without a progress bar on ranks other than 0."""
-        found = super()._init_callback(callback, progress_bar and self._rank == 0)  # type: ignore[misc]
+        found = super()._init_callback(callback, progress_bar and self._rank == 0)
         if self._rank and any(isinstance(part, EvalCallback) for part in _all_callbacks(found)):
             raise InvalidArgumentError(
                 f"EvalCallback on rank {self._rank} would write the files of rank 0: expected it on rank 0 only. Use "
                 "callback=EvalCallback(...) if torch.distributed.get_rank() == 0 else None"
             )
-        return found  # type: ignore[no-any-return]
+        return found
 
     def _copy_from_rank_0(self: Any) -> None:
         """Copy parameters, states of optimizers and statistics of normalization from rank 0."""
@@ -376,55 +341,31 @@ class DataParallel:
         if self._rank == 0:
             file = io.BytesIO()
             variables = {name: getattr(self, name) for name in self._get_torch_save_params()[1]}
-            statistics = [(part.mean, part.var, part.count) for part in self._normalizations()]
-            torch.save((self.get_parameters(), variables, statistics), file)
+            torch.save((self.get_parameters(), variables, self._copy_moments()), file)
             content = [file.getvalue()]
         self._call(dist.broadcast_object_list, content, 0)
         if self._rank == 0:
             return
-        parameters, variables, statistics = torch.load(io.BytesIO(content[0]), self.device, weights_only=False)
+        parameters, variables, moments = torch.load(io.BytesIO(content[0]), self.device, weights_only=False)
         self.set_parameters(parameters, device=self.device)
         for name, value in variables.items():
             getattr(self, name).data.copy_(value)
-        for part, moments in zip(self._normalizations(), statistics, strict=True):
-            part.mean, part.var, part.count = moments
+        for statistics, values in zip(self._normalizations(), moments, strict=True):
+            statistics.mean, statistics.var, statistics.count = values
 
     def save(self: Any, *args: Any, **kwargs: Any) -> None:
         """Save the model on rank 0; do nothing on other ranks."""
         if self._rank == 0:
-            super().save(*args, **kwargs)  # type: ignore[misc]
-
-    def save_replay_buffer(self: Any, path: Any) -> None:
-        """Save the replay buffer, with one rank."""
-        if self._world > 1:
-            raise InvalidArgumentError(
-                f"path={str(path)!r} would contain the transitions of one of {self._world} ranks: expected a file for "
-                'each. Use save_to_pkl(f"buffer-{rank}.pkl", model.replay_buffer.to_arrays())'
-            )
-        super().save_replay_buffer(path)  # type: ignore[misc]
+            super().save(*args, **kwargs)
 
     def _excluded_save_params(self: Any) -> list[str]:
-        return [*super()._excluded_save_params(), *_PRIVATE]  # type: ignore[misc]
+        return [*super()._excluded_save_params(), *_NOT_SAVED]
 
 
-_PRIVATE = [
-    "_rank",
-    "_world",
-    "_in_train",
-    "_clip",
-    "_rollouts",
-    "_counts",
-    "_moments",
-]
-
-
-def _has(store: Any, kind: str, rank: int) -> bool:
-    """Return whether a rank has stored an error or a number of rollouts."""
-    return bool(store.check([f"rl_ext/{kind}/{rank}"]))
+_NOT_SAVED = [name for name in DataParallel.__annotations__ if name.startswith("_")]
 
 
 def _all_callbacks(callback: Any) -> Iterator[BaseCallback]:
-    """Iterate over a callback and those in it."""
     yield callback
     inner = [*getattr(callback, "callbacks", []), getattr(callback, "callback", None)]
     for part in inner:
@@ -432,15 +373,17 @@ def _all_callbacks(callback: Any) -> Iterator[BaseCallback]:
             yield from _all_callbacks(part)
 
 
-def _new_moments(statistics: TensorRunningMeanStd, before: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    """Return mean, variance and count of what was added to statistics since the last exchange."""
-    mean0, var0, count0 = (
-        part.to(statistics.mean.device) if isinstance(part, torch.Tensor) else part for part in before
-    )
-    count = statistics.count - count0
-    if count <= 0:
-        return statistics.mean.cpu(), statistics.var.cpu(), 0
-    mean = (statistics.mean * statistics.count - mean0 * count0) / count
-    squares = statistics.var * statistics.count - var0 * count0
-    squares = squares - (mean - mean0).square() * count0 * count / statistics.count
-    return mean.cpu(), (squares / count).clamp(min=0).cpu(), count
+def _combine(statistics: TensorRunningMeanStd, before: Any, parts: Any) -> None:
+    """Combine statistics that several ranks have updated, in the same order on each rank, for the same bits.
+
+    :param before: mean, variance and count before the updates
+    :param parts: mean, variance and count of each rank, which include those before
+    """
+    if all(count == before[2] for *_, count in parts):
+        return
+    # All parts include what was before. Deviations from a mean near the others are precise.
+    weighted, origin = [*parts, (*before[:2], -(len(parts) - 1) * before[2])], parts[0][0]
+    statistics.count = sum(count for *_, count in weighted)
+    offset = sum((mean - origin) * count for mean, _, count in weighted) / statistics.count
+    squares = sum((var + (mean - origin).square()) * count for mean, var, count in weighted) / statistics.count
+    statistics.mean, statistics.var = origin + offset, (squares - offset.square()).clamp(min=0)

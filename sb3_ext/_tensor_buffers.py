@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator
 from functools import partial
 from typing import Any
@@ -18,7 +17,6 @@ from stable_baselines3.common.vec_env import VecNormalize
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.vector.array_frameworks import leaves, map_arrays, to_numpy
-from rl_ext_core.vector.environments import check_count
 from sb3_ext._tensor_vec_env import copy_to_array, map_data
 from sb3_ext._vector_steps import TensorInfos, expand, torch_dtype
 
@@ -72,8 +70,7 @@ class TensorRolloutBuffer(RolloutBuffer):
 
     def reset(self) -> None:
         """Discard the rollout."""
-        self._rows: list[tuple[Any, Any]] = []  # observations and actions of steps that are not in _by_env
-        self._by_env: dict[str, Any] = {}  # stacked, (n_envs, n_steps, ...)
+        self._rows: dict[str, list[Any]] = {"observations": [], "actions": []}  # of each step, until get() joins them
         for name in ("rewards", "returns", "episode_starts", "values", "log_probs", "advantages"):
             setattr(self, name, torch.zeros(self.buffer_size, self.n_envs, device=self.device))
         self.generator_ready = False
@@ -89,16 +86,12 @@ class TensorRolloutBuffer(RolloutBuffer):
         """Actions, in the same form."""
         return self._stack_steps("actions")
 
-    def _stack_steps(self, name: str) -> Any:
-        """Stack observations or actions of all steps."""
-        if self._rows:
-            # All steps of an environment are contiguous, which is the order of minibatches.
-            columns = zip(*self._rows, strict=True)
-            stack = partial(map_arrays, lambda *parts: torch.stack(parts, 1))
-            self._by_env = {key: stack(*rows) for key, rows in zip(("observations", "actions"), columns, strict=True)}
-            self._rows = [] if self.full else self._rows
-        join = (lambda part: part.flatten(0, 1)) if self.generator_ready else (lambda part: part.transpose(0, 1))
-        return map_arrays(join, self._by_env[name]) if self._by_env else None
+    def _stack_steps(self, name: str, axis: int = 0) -> Any:
+        """Stack observations or actions of all steps, unless :meth:`get` has joined them."""
+        if self.generator_ready:
+            return self._columns[name]
+        rows = self._rows[name]
+        return map_arrays(lambda *parts: torch.stack(parts, axis), *rows) if rows else None
 
     def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any) -> None:
         """Add a step: observations (n_envs, ...), actions, rewards, starts of episodes, values, log probabilities."""
@@ -106,9 +99,11 @@ class TensorRolloutBuffer(RolloutBuffer):
         for name, tensor in given.items():
             row = getattr(self, name)[self.pos]
             row.copy_(_as_row(row, tensor))
-        row = map_arrays(lambda part: torch.as_tensor(part, device=self.device), obs)
-        row = map_arrays(lambda part: part.view(-1, 1) if part.ndim == 1 else part, row)
-        self._rows.append((row, torch.as_tensor(action, device=self.device).reshape(self.n_envs, self.action_dim)))
+        tensors = map_arrays(lambda part: torch.as_tensor(part, device=self.device), obs)
+        tensors = map_arrays(lambda part: part.view(-1, 1) if part.ndim == 1 else part, tensors)
+        self._rows["observations"].append(tensors)
+        actions = torch.as_tensor(action, device=self.device).reshape(self.n_envs, self.action_dim)
+        self._rows["actions"].append(actions)
         self.pos += 1
         self.full = self.pos == self.buffer_size
 
@@ -154,13 +149,15 @@ class TensorRolloutBuffer(RolloutBuffer):
 
     def _flatten(self) -> None:
         """Join the axes of environments and steps."""
-        names = ("values", "log_probs", "advantages", "returns")
-        self._columns = {name: getattr(self, name).T.reshape(-1) for name in names}
-        for name, column in self._columns.items():
-            flat = column.view(-1, 1)
+        self._columns: dict[str, Any] = {}
+        for name in ("values", "log_probs", "advantages", "returns"):
+            self._columns[name] = getattr(self, name).T.reshape(-1)
+            flat = self._columns[name].view(-1, 1)
             setattr(self, name, to_numpy(flat) if name in ("values", "returns") else flat)
+        for name in ("observations", "actions"):
+            self._columns[name] = map_arrays(lambda part: part.flatten(0, 1), self._stack_steps(name, axis=1))
+            self._rows[name] = []
         self.generator_ready = True
-        self._columns |= {name: self._stack_steps(name) for name in ("observations", "actions")}
 
     def _get_samples(self, batch_inds: Any, env: VecNormalize | None = None) -> Any:
         """Return the samples of some indices, a tensor."""
@@ -171,9 +168,6 @@ class TensorRolloutBuffer(RolloutBuffer):
         return kind(observations, actions.float(), *columns)
 
 
-_STEPS_PER_LAST = 8  # transitions per next observation that is kept besides, if memory is limited
-
-
 class _LastObservations:
     """Next observations that no later step of a ring of observations repeats, such as the last one of an episode.
 
@@ -181,26 +175,23 @@ class _LastObservations:
     Nothing waits for the device, except for one number after every ``size / 32`` steps.
 
     :param observations: ring of observations, (size, n_envs, ...), to which the user writes
-    :param is_limited: whether the table has place for one observation in eight, and does not grow
     """
 
     _NEWEST, _REPEATED = -2, -1
 
-    def __init__(self, observations: Any, *, is_limited: bool = False) -> None:
+    def __init__(self, observations: Any) -> None:
         first = next(leaves(observations))
         self._size, self._n_envs = first.shape[:2]
         self._interval = min(max(self._size // 32, 1), 1024)  # steps between two looks at the numbers
         self._steps = 0
-        self._capacity, self._is_limited = self._interval * self._n_envs + 1, is_limited
-        if is_limited:
-            self._capacity += (self._size // _STEPS_PER_LAST + 1) * self._n_envs
+        self._capacity = self._interval * self._n_envs + 1
         self._table = map_arrays(
             lambda part: part.new_zeros(self._n_envs + self._capacity, *part.shape[2:]), observations
         )
-        # Of each step: the number of its next observation in the ring of the table; _NEWEST or _REPEATED.
-        self._numbers = torch.full((self._size, self._n_envs), self._REPEATED, device=first.device)
-        self._begins = torch.zeros(self._size, dtype=torch.int64, device=first.device)  # first number of each step
+        # Of each row: the number of its next observation in the ring of the table; _NEWEST or _REPEATED.
+        self._numbers = torch.full((self._size * self._n_envs,), self._REPEATED, device=first.device)
         self._next = torch.zeros((), dtype=torch.int64, device=first.device)
+        self._looks = [0] * (-(-self._size // self._interval) + 1)  # next number at the looks of the last `size` steps
 
     def add(self, position: int, observations: Any, next_observations: Any) -> None:
         """Add the step whose observations were just written to the ring.
@@ -209,97 +200,88 @@ class _LastObservations:
         :param observations: the ring
         :param next_observations: next observations, (n_envs, ...), of the ring's dtypes
         """
-        if self._steps and self._size > 1:
-            self._keep_last((position - 1) % self._size, map_arrays(lambda part: part[position], observations))
-        self._steps += 1
-        map_arrays(lambda part, new: part[: self._n_envs].copy_(new), self._table, next_observations)
-        self._numbers[position], self._begins[position] = self._NEWEST, self._next
-
-    def _keep_last(self, previous: int, observations: Any) -> None:
-        """Keep the next observations of the previous step that differ from the observations of this step."""
         newest = map_arrays(lambda part: part[: self._n_envs], self._table)
-        differs = torch.stack([*leaves(map_arrays(_rows_differ, newest, observations))]).any(0)
+        if self._steps:
+            before = (position - 1) % self._size * self._n_envs
+            following = map_arrays(lambda part: part[position], observations)
+            self._keep(slice(before, before + self._n_envs), newest, following)
+        self._set_newest(position, next_observations)
+
+    def _set_newest(self, position: int, next_observations: Any) -> None:
+        """Store the next observations of the newest step."""
+        self._steps += 1
+        map_arrays(lambda table, new: table[: self._n_envs].copy_(new), self._table, next_observations)
+        self._numbers[position * self._n_envs : (position + 1) * self._n_envs] = self._NEWEST
+
+    def _keep(self, rows: Any, candidates: Any, following: Any) -> None:
+        """Keep the next observations of some rows that differ from the observations after them.
+
+        :param rows: slice or indices of the rows, in the order of steps
+        :param candidates: next observations of the rows
+        :param following: observations of the rows one step later
+        """
+        differs = torch.stack([*leaves(map_arrays(_rows_differ, candidates, following))]).any(0)
         numbers = self._next + differs.cumsum(0) - 1
-        self._numbers[previous] = torch.where(differs, numbers, self._REPEATED)
+        self._numbers[rows] = torch.where(differs, numbers, self._REPEATED)
         # Other devices than the CPU would wait for the number of rows, so all are copied, and those that do not differ
         # to the place of the next number, which is free.
         self._next = self._next + differs.sum()
         places = self._n_envs + torch.where(differs, numbers, self._next) % self._capacity
-        rows = differs.nonzero().view(-1) if differs.is_cpu else torch.arange(self._n_envs, device=differs.device)
-        if len(rows):
-            table = map_arrays(_as_integers, self._table)
-            map_arrays(lambda part: part.index_copy_(0, places[rows], part.index_select(0, rows)), table)
+        kept = differs.nonzero().view(-1) if differs.is_cpu else torch.arange(len(differs), device=differs.device)
 
-    def reserve(self, position: int) -> None:
-        """Make place for the next observations of the step that will be added at a position, and of those after it.
+        def copy(table: torch.Tensor, part: torch.Tensor) -> None:
+            _as_integers(table).index_copy_(0, places[kept], _as_integers(part).index_select(0, kept))
 
-        :raises OutOfMemoryError: If the table may not grow.
-        """
+        if len(kept):
+            map_arrays(copy, self._table, candidates)
+
+    def reserve(self) -> None:
+        """Make place for the next observations of the steps until the next look at the numbers."""
         if self._steps == 0 or self._steps % self._interval:
             return
-        oldest = (position + 1) % self._size if self._steps >= self._size else 0
-        begin, end = torch.stack([self._begins[oldest], self._next]).tolist()
+        look = self._steps // self._interval
+        begin, end = self._looks[(look + 1) % len(self._looks)], int(self._next)
+        self._looks[look % len(self._looks)] = end
         needed = end - begin + self._interval * self._n_envs + 1
-        if needed > self._capacity and self._is_limited:
-            steps = min(self._steps, self._size) * self._n_envs
-            raise OutOfMemoryError(
-                f"{steps} transitions have {end - begin} next observations that no later transition repeats, and "
-                f"max_bytes has place for {self._capacity}: expected episodes of {_STEPS_PER_LAST} steps or more. "
-                f"Leave max_bytes out, and use buffer_size={self._size * self._n_envs // 2}"
-            )
-        if needed > self._capacity:
-            self._resize(needed + needed // 2, torch.arange(begin, end, device=self._next.device))
-
-    def _resize(self, capacity: int, numbers: torch.Tensor) -> None:
-        """Copy some numbers to a table of another capacity."""
-        newest = torch.arange(self._n_envs, device=numbers.device)
-        old, new = (torch.cat([newest, self._n_envs + numbers % size]) for size in (self._capacity, capacity))
+        if needed <= self._capacity:
+            return
+        numbers, capacity = torch.arange(begin, end, device=self._next.device), needed + needed // 2
+        old, new = (self._n_envs + numbers % size for size in (self._capacity, capacity))
 
         def copy(table: torch.Tensor) -> torch.Tensor:
-            """Copy one leaf."""
             larger = table.new_zeros(self._n_envs + capacity, *table.shape[1:])
+            larger[: self._n_envs] = table[: self._n_envs]
             _as_integers(larger).index_copy_(0, new, _as_integers(table).index_select(0, old))
             return larger
 
         self._table, self._capacity = map_arrays(copy, self._table), capacity
 
-    def fill(self, order: torch.Tensor, observations: Any, next_observations: Any) -> None:
-        """Add all steps of a ring at once.
+    def add_all(self, first: int, count: int, observations: Any, next_observations: Any) -> None:
+        """Add the steps of a ring.
 
-        :param order: positions of the steps, the oldest first
+        :param first: position of the oldest step
+        :param count: number of steps
         :param next_observations: next observations at the positions of their steps, (size, n_envs, ...)
         """
-        if not len(order):
-            return
-        last, following = order[:-1], order[1:]
-        pairs = map_arrays(
-            lambda new, ring: _rows_differ(new[last], ring[following], 2), next_observations, observations
-        )
-        differs = torch.stack([*leaves(pairs)]).any(0)
-        numbers = differs.flatten().cumsum(0).view_as(differs) - 1
-        count = int(differs.sum())
-        self._resize(max(self._capacity, count + self._interval * self._n_envs + 1), self._next.new_zeros(0))
-        self._numbers[last] = torch.where(differs, numbers, self._REPEATED)
-        self._begins[following] = numbers[:, -1] + 1
-        self._numbers[order[-1]], self._next = self._NEWEST, self._next + count
-        self._steps = len(order)
-        rows = (self._n_envs * last[:, None] + torch.arange(self._n_envs, device=last.device))[differs]
-
-        def copy(table: torch.Tensor, new: torch.Tensor) -> None:
-            """Copy one leaf."""
-            table[: self._n_envs] = new[order[-1]]
-            table[self._n_envs : self._n_envs + count] = new.flatten(0, 1)[rows]
-
-        map_arrays(copy, self._table, next_observations)
+        n_rows, select = len(self._numbers), partial(torch.index_select, dim=0)
+        flatten = partial(map_arrays, lambda part: _as_integers(part).flatten(0, 1))
+        ring, candidates = flatten(observations), flatten(next_observations)
+        rows = first * self._n_envs + torch.arange((count - 1) * self._n_envs, device=self._next.device)
+        for part in (rows % n_rows).split(self._interval * self._n_envs):
+            self.reserve()
+            following = partial(select, index=(part + self._n_envs) % n_rows)
+            self._keep(part, map_arrays(partial(select, index=part), candidates), map_arrays(following, ring))
+            self._steps += len(part) // self._n_envs
+        newest = (first + count - 1) % self._size
+        self._set_newest(newest, map_arrays(lambda part: part[newest], next_observations))
 
     def select(self, observations: Any, rows: torch.Tensor) -> Any:
         """Return the next observations of some rows of the ring, (size * n_envs)."""
-        numbers = self._numbers.view(-1).index_select(0, rows)
-        following = (rows + self._n_envs) % self._numbers.numel()
+        numbers = self._numbers.index_select(0, rows)
+        following = (rows + self._n_envs) % len(self._numbers)
         kept = torch.where(numbers >= 0, self._n_envs + numbers % self._capacity, rows % self._n_envs)
 
         def join(ring: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-            """Return the rows of one leaf."""
             repeated = ring.flatten(0, 1).index_select(0, following)
             return torch.where(expand(numbers == self._REPEATED, repeated), repeated, table.index_select(0, kept))
 
@@ -314,12 +296,9 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.itemsize])
 
 
-def _rows_differ(first: torch.Tensor, second: torch.Tensor, axes: int = 1) -> torch.Tensor:
-    """Return whether rows differ in any bit, so that NaN equals NaN, and 0.0 differs from -0.0.
-
-    :param axes: number of axes of the result
-    """
-    first, second = (part.flatten(axes) if part.ndim > axes else part.unsqueeze(-1) for part in (first, second))
+def _rows_differ(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return whether rows differ in any bit, so that NaN equals NaN, and 0.0 differs from -0.0."""
+    first, second = (part.flatten(1) if part.ndim > 1 else part.unsqueeze(-1) for part in (first, second))
     nbytes = first.shape[-1] * first.itemsize
     widest = next(dtype for size, dtype in _INTEGERS.items() if nbytes % size == 0)
     return (first.view(widest) != second.view(widest)).any(-1)
@@ -333,12 +312,9 @@ class TensorReplayBuffer(ReplayBuffer):
 
     :param n_steps: number of rewards in a return; only 1 for a Dict
     :param gamma: discount of returns
-    :param max_bytes: limit of the memory of all transitions in bytes, which lowers ``buffer_size`` if need be
     :param args, kwargs: see ``ReplayBuffer``; ``optimize_memory_usage`` is not supported
-    :raises InvalidArgumentError: If ``optimize_memory_usage`` is set, or ``max_bytes`` is less than a step needs.
-    :raises InvalidTypeError: If ``max_bytes`` is not a whole number.
-    :raises OutOfMemoryError: If the observations do not fit; in :meth:`add`, if ``max_bytes`` is set and episodes are
-        shorter than 8 steps on average.
+    :raises InvalidArgumentError: If ``optimize_memory_usage`` is set.
+    :raises OutOfMemoryError: If the observations do not fit.
     """
 
     observations: Any
@@ -359,7 +335,6 @@ class TensorReplayBuffer(ReplayBuffer):
         *,
         n_steps: int = 1,
         gamma: float = 0.99,
-        max_bytes: int | None = None,
     ) -> None:
         BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
         if optimize_memory_usage:
@@ -373,46 +348,19 @@ class TensorReplayBuffer(ReplayBuffer):
                 "Use n_steps=1"
             )
         self.optimize_memory_usage, self.handle_timeout_termination = False, handle_timeout_termination
-        self.n_steps, self.gamma, self.max_bytes = n_steps, gamma, max_bytes
-        dtype = torch_dtype(np.dtype(self._maybe_cast_dtype(action_space.dtype)))
-        size = max(buffer_size // n_envs, 1)
-        if max_bytes is not None:
-            size = min(size, self._count_steps(check_count("max_bytes", max_bytes), self.action_dim * dtype.itemsize))
-        self.buffer_size = size
+        self.n_steps, self.gamma = n_steps, gamma
+        self.buffer_size = size = max(buffer_size // n_envs, 1)
         self.observations = _zeros(observation_space, self.device, size, n_envs)
-        self._last = _LastObservations(self.observations, is_limited=max_bytes is not None)
+        self._last = _LastObservations(self.observations)
+        dtype = torch_dtype(np.dtype(self._maybe_cast_dtype(action_space.dtype)))
         self.actions = torch.zeros(size, n_envs, self.action_dim, dtype=dtype, device=self.device)
         self.rewards, self.dones, self.timeouts = (torch.zeros(size, n_envs, device=self.device) for _ in range(3))
 
-    def _count_steps(self, max_bytes: int, action_bytes: int) -> int:
-        """Return how many steps of all environments fit in a number of bytes."""
-        row = _zeros(self.observation_space, torch.device("cpu"), 1, 1)
-        obs_bytes = sum(part.numel() * part.itemsize for part in leaves(row))
-        # The last observations have 1/32 of the places besides, and those of three steps.
-        each = obs_bytes * (1 + 1 / _STEPS_PER_LAST + 1 / 32) + action_bytes + 3 * 4 + 8  # with a number
-        first = (3 * self.n_envs + 1) * obs_bytes
-        steps = int((max_bytes - first) / (each * self.n_envs + 8))
-        if steps < 1:
-            needed = math.ceil(each * self.n_envs + 8 + first)
-            raise InvalidArgumentError(
-                f"max_bytes={max_bytes} is less than a step of {self.n_envs} environments needs: expected at least "
-                f"{needed}. Use max_bytes={needed * 1000}"
-            )
-        return steps
-
     @property
     def next_observations(self) -> Any:  # type: ignore[override]
-        """Copy of the next observations, (size, n_envs, ...); zeros where there are no transitions."""
-        count = self.size() * self.n_envs
-        found = self._last.select(self.observations, torch.arange(count, device=self.device))
-
-        def place(part: torch.Tensor, ring: torch.Tensor) -> torch.Tensor:
-            """Return the rows of one leaf in the shape of the ring."""
-            whole = torch.zeros_like(ring)
-            whole.view(-1, *ring.shape[2:])[:count] = part
-            return whole
-
-        return map_arrays(place, found, self.observations)
+        """Copy of the next observations, (size, n_envs, ...), without a meaning where there are no transitions."""
+        found = self._last.select(self.observations, torch.arange(self.dones.numel(), device=self.device))
+        return map_arrays(lambda part, ring: part.view_as(ring), found, self.observations)
 
     @defer_signals  # an interrupt could change the next observations of the previous step
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
@@ -431,7 +379,7 @@ class TensorReplayBuffer(ReplayBuffer):
         convert = partial(map_arrays, lambda ring, value: _as_row(ring[0], value))
         obs, next_obs = convert(self.observations, obs), convert(self.observations, next_obs)
         rows = {name: _as_row(getattr(self, name)[0], value) for name, value in given.items()}
-        self._last.reserve(self.pos)
+        self._last.reserve()
         map_arrays(lambda ring, value: ring[self.pos].copy_(value), self.observations, obs)
         for name, value in rows.items():
             getattr(self, name)[self.pos] = value
@@ -445,7 +393,6 @@ class TensorReplayBuffer(ReplayBuffer):
         rows = torch.from_numpy(batch_inds * self.n_envs + env_indices).to(self.device)
 
         def select(part: torch.Tensor) -> torch.Tensor:
-            """Return the rows of a tensor."""
             return part.flatten(0, 1).index_select(0, rows)
 
         observations, actions = map_arrays(select, self.observations), select(self.actions)
@@ -505,12 +452,11 @@ class TensorReplayBuffer(ReplayBuffer):
                 "NStepReplayBuffer without optimize_memory_usage. Use the algorithm of stable_baselines3"
             )
         found = cls.__new__(cls)
-        found.n_steps, found.gamma, found.max_bytes = 1, 0.99, None
+        found.n_steps, found.gamma = 1, 0.99
         copy = partial(map_data, partial(torch.tensor, device=device))
         values = {name: copy(value) for name, value in vars(buffer).items() if name != "next_observations"}
         vars(found).update(values, device=device)
-        found._last = _LastObservations(found.observations, is_limited=found.max_bytes is not None)
-        order = torch.arange(buffer.pos, buffer.pos + buffer.buffer_size) % buffer.buffer_size
-        order = order if buffer.full else torch.arange(buffer.pos)
-        found._last.fill(order.to(device), found.observations, copy(buffer.next_observations))
+        found._last = _LastObservations(found.observations)
+        if count := buffer.size():
+            found._last.add_all(buffer.pos - count, count, found.observations, copy(buffer.next_observations))
         return found

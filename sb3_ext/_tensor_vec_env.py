@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from functools import partial
+from operator import setitem
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,7 @@ class TensorVecEnv(VecEnvWrapper):
     """
 
     tensors = True
-
-    def __init__(self, venv: VecEnv) -> None:
-        super().__init__(venv)
-        self._returns_arrays = False
+    _returns_arrays = False
 
     def reset(self) -> Any:
         """Reset all environments, and return tensors.
@@ -66,17 +64,12 @@ class TensorVecEnv(VecEnvWrapper):
         rows = dones.nonzero()[0].tolist()
         truncated[rows] = [infos[row].get("TimeLimit.truncated", False) for row in rows]
         ended = [(row, infos[row]) for row in rows if infos[row].get("terminal_observation") is not None]
-        final = map_arrays(np.copy, observations) if ended else None
+        final = map_arrays(_copy_to_tensor, observations) if ended else None
         for row, info in ended:
-            map_arrays(partial(_write_row, row), final, info["terminal_observation"])
-        final = None if final is None else map_arrays(_copy_to_tensor, final)
-        found = TensorInfos(
-            torch.from_numpy(dones),
-            torch.from_numpy(truncated),
-            final,
-            None,
-            partial(_write_final_observations, infos, final),
-        )
+            write = lambda batch, last, row=row: setitem(batch, row, _copy_to_tensor(np.asarray(last)))  # noqa: E731
+            map_arrays(write, final, info["terminal_observation"])
+        build = partial(_write_final_observations, infos, final)
+        found = TensorInfos(torch.from_numpy(dones), torch.from_numpy(truncated), final, build)
         return map_arrays(_copy_to_tensor, observations), torch.tensor(rewards), found.dones, found
 
 
@@ -98,11 +91,6 @@ def map_data(function: Any, value: Any) -> Any:
     if isinstance(value, dict) and all(isinstance(part, torch.Tensor | np.ndarray) for part in value.values()):
         return {key: function(part) for key, part in value.items()}
     return value
-
-
-def _write_row(row: int, batch: np.ndarray[Any, Any], value: Any) -> None:
-    """Write a row of an array."""
-    batch[row] = value
 
 
 def _write_final_observations(infos: list[Any], original: Any, found: TensorInfos) -> list[Any]:
@@ -165,7 +153,6 @@ def check_layers(env: Any) -> None:
 
 
 def _to_tensor_env(env: VecEnv) -> VecEnv:
-    """Return a ``VecEnv`` on tensors."""
     check_layers(env)
     return env if getattr(env, "tensors", False) else TensorVecEnv(env)
 
@@ -189,21 +176,17 @@ class TensorRunningMeanStd(RunningMeanStd):
     mean: Any
     var: Any
 
-    def __init__(self, epsilon: float = 1e-4, shape: tuple[int, ...] = ()) -> None:
-        super().__init__(epsilon, shape)
-        self.mean, self.var = torch.from_numpy(self.mean), torch.from_numpy(self.var)
-
     @classmethod
     def from_arrays(cls, other: RunningMeanStd) -> TensorRunningMeanStd:
         """Copy statistics of Stable Baselines3."""
-        found = cls(shape=np.shape(other.mean))
+        found = cls()
         found.mean, found.var = (torch.tensor(np.asarray(part, np.float64)) for part in (other.mean, other.var))
         found.count = float(other.count)
         return found
 
     def to_arrays(self) -> RunningMeanStd:
         """Copy the statistics to arrays."""
-        found = RunningMeanStd(shape=tuple(self.mean.shape))
+        found = RunningMeanStd()
         found.mean, found.var, found.count = (copy_to_array(self.mean), copy_to_array(self.var), self.count)
         return found
 
@@ -233,6 +216,21 @@ class TensorRunningMeanStd(RunningMeanStd):
         self.count = total
 
 
+def _statistics(name: str, doc: str) -> Any:
+    """Return a property that stores statistics as tensors in the instance's ``__dict__``, and returns arrays."""
+
+    def copy(self: Any) -> Any:
+        # VecEnvWrapper does not permit that a property raises AttributeError.
+        stored = vars(self).get(name)
+        return None if stored is None else map_arrays(TensorRunningMeanStd.to_arrays, stored)
+
+    def store(self: Any, value: Any) -> None:
+        if value is not None:
+            vars(self)[name] = map_arrays(TensorRunningMeanStd.from_arrays, value)
+
+    return property(copy, store, doc=doc)
+
+
 class TensorVecNormalize(VecNormalize):
     """``VecNormalize`` on tensors, with the same arguments and files.
 
@@ -248,33 +246,13 @@ class TensorVecNormalize(VecNormalize):
     returns: Any
     old_obs: Any
     old_reward: Any
+    _returns_arrays = False
 
     def __init__(self, venv: VecEnv, *args: Any, **kwargs: Any) -> None:
         super().__init__(_to_tensor_env(venv), *args, **kwargs)
-        self._returns_arrays = False
 
-    # Statistics are tensors here, and arrays for callers.
-    @property
-    def obs_rms(self) -> Any:
-        """Copy of the statistics of observations; of a Dict, one for each key; None if ``norm_obs`` is False."""
-        # VecEnvWrapper does not permit that a property raises AttributeError.
-        statistics = self._tensor_rms.get("obs_rms")
-        return None if statistics is None else map_arrays(TensorRunningMeanStd.to_arrays, statistics)
-
-    @obs_rms.setter
-    def obs_rms(self, value: Any) -> None:
-        if value is None:
-            return
-        self.__dict__.setdefault("_tensor_rms", {})["obs_rms"] = map_arrays(TensorRunningMeanStd.from_arrays, value)
-
-    @property
-    def ret_rms(self) -> Any:
-        """Copy of the statistics of discounted returns."""
-        return self._tensor_rms["ret_rms"].to_arrays()
-
-    @ret_rms.setter
-    def ret_rms(self, value: Any) -> None:
-        self.__dict__.setdefault("_tensor_rms", {})["ret_rms"] = TensorRunningMeanStd.from_arrays(value)
+    obs_rms = _statistics("obs_rms", "Copy of the statistics of observations; of a Dict, one for each key; or None.")
+    ret_rms = _statistics("ret_rms", "Copy of the statistics of discounted returns.")
 
     def reset(self) -> Any:
         """Reset all environments, and return normalized tensors."""
@@ -297,7 +275,7 @@ class TensorVecNormalize(VecNormalize):
         observations = self.normalize_obs(observations)
         if self.training:
             self.returns = self.returns * self.gamma + rewards
-            self._tensor_rms["ret_rms"].update(self.returns)
+            vars(self)["ret_rms"].update(self.returns)
         rewards = self.normalize_reward(rewards)
         if infos.final_observation is not None:
             infos.final_observation = self.normalize_obs(infos.final_observation)
@@ -308,19 +286,15 @@ class TensorVecNormalize(VecNormalize):
     def _update_observations(self, observations: Any) -> None:
         """Add observations to the statistics."""
         if self.training and self.norm_obs:
-            statistics = self._tensor_rms["obs_rms"]
-            for key, part in statistics.items() if isinstance(statistics, dict) else ((None, statistics),):
-                part.update(observations if key is None else observations[key])
+            map_arrays(TensorRunningMeanStd.update, vars(self)["obs_rms"], observations)
 
     def _map_observations(self, function: Any, observations: Any) -> Any:
         """Apply a function of a tensor and its statistics to observations that are normalized."""
-        statistics = self._tensor_rms.get("obs_rms") if self.norm_obs else None
-        if statistics is None:
+        if not self.norm_obs:
             return observations
-        if not isinstance(statistics, dict):
-            return function(observations, statistics.to(observations.device))
-        keys = {key: (observations[key], part) for key, part in statistics.items()}
-        return {**observations, **{key: function(own, part.to(own.device)) for key, (own, part) in keys.items()}}
+        apply = lambda statistics, part: function(part, statistics.to(part.device))  # noqa: E731
+        found = map_arrays(apply, vars(self)["obs_rms"], observations)
+        return {**observations, **found} if isinstance(found, dict) else found
 
     def normalize_obs(self, obs: Any) -> Any:
         """Normalize tensors or arrays of observations."""
@@ -346,7 +320,7 @@ class TensorVecNormalize(VecNormalize):
         if not isinstance(reward, torch.Tensor):
             return super().normalize_reward(reward)
         if self.norm_reward:
-            scale = torch.sqrt(self._tensor_rms["ret_rms"].to(reward.device).var + self.epsilon)
+            scale = torch.sqrt(vars(self)["ret_rms"].to(reward.device).var + self.epsilon)
             reward = (reward.double() / scale).clamp_(-self.clip_reward, self.clip_reward)
         return reward.float()
 
@@ -354,7 +328,7 @@ class TensorVecNormalize(VecNormalize):
         """Undo :meth:`normalize_reward`, except for clipping."""
         if not isinstance(reward, torch.Tensor) or not self.norm_reward:
             return super().unnormalize_reward(reward)
-        return reward.double() * torch.sqrt(self._tensor_rms["ret_rms"].to(reward.device).var + self.epsilon)
+        return reward.double() * torch.sqrt(vars(self)["ret_rms"].to(reward.device).var + self.epsilon)
 
     def get_original_obs(self) -> Any:
         """Return the observations of the last step or reset, without normalization."""
@@ -367,18 +341,14 @@ class TensorVecNormalize(VecNormalize):
     def set_venv(self, venv: VecEnv) -> None:
         """Set the vectorized environment, after the wrapper was loaded."""
         super().set_venv(_to_tensor_env(venv))
-        self._returns_arrays = False
 
     def save(self, save_path: str) -> None:
         """Save statistics and settings to a file for ``VecNormalize.load``; of several ranks, rank 0 does."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        if torch.distributed.is_initialized() and torch.distributed.get_rank():
             return
         plain = VecNormalize.__new__(VecNormalize)
-        state = {**vars(self), "old_obs": None, "old_reward": np.array([]), "ret_rms": self.ret_rms}
-        state |= {"obs_rms": self.obs_rms} if "obs_rms" in self._tensor_rms else {}
-        vars(plain).update(
-            {key: value for key, value in state.items() if key not in ("_tensor_rms", "_returns_arrays")}
-        )
+        state = {name: getattr(self, name) for name in vars(self).keys() - {"_returns_arrays"}}
+        vars(plain).update(state, old_obs=None, old_reward=np.array([]))
         with open(save_path, "wb") as file:
             pickle.dump(plain, file)
 
@@ -386,12 +356,9 @@ class TensorVecNormalize(VecNormalize):
     def load(load_path: str, venv: VecEnv) -> TensorVecNormalize:
         """Load statistics and settings from a file of this class or of ``VecNormalize``."""
         with open(load_path, "rb") as file:
-            state = dict(vars(pickle.load(file)))
+            plain = pickle.load(file)
         found = TensorVecNormalize.__new__(TensorVecNormalize)
-        state.pop("venv", None)
-        for name in ("obs_rms", "ret_rms"):
-            if name in state:
-                setattr(found, name, state.pop(name))
-        vars(found).update(state, venv=None)
+        for name, value in vars(plain).items():
+            setattr(found, name, value)
         found.set_venv(venv)
         return found

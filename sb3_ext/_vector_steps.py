@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -32,21 +33,17 @@ from rl_ext_core.vector.stepper import Stepper, drop_final_keys, infos_to_dict, 
 
 __all__ = [
     "BatchStepper",
-    "EndedEpisode",
     "ObservationLayout",
     "SubEnvStepper",
     "TensorInfos",
     "TensorStepper",
-    "ended_info",
+    "add_episode",
 ]
 
 Array = np.ndarray[Any, Any]
 
-# An episode that has ended: index of its sub-environment, info, last observation, whether it was only truncated, and
-# info of the reset.
-EndedEpisode = tuple[int, dict[str, Any], Any, bool, dict[str, Any]]
-# Observations, rewards, dones, infos of episodes that continue, and ended episodes.
-StepResult = tuple[Any, Array, Array, list[Any], list[EndedEpisode]]
+# Observations, rewards, dones, infos, and infos of the resets of environments whose episodes have ended, by index.
+StepResult = tuple[Any, Array, Array, list[Any], dict[int, dict[str, Any]]]
 
 
 class ObservationLayout:
@@ -109,16 +106,15 @@ class SubEnvStepper:
         first, running = leaves[0], self._running
         infos: list[Any] = [running] * len(self.envs)
         rewards, dones = np.empty(len(self.envs), np.float32), np.zeros(len(self.envs), bool)
-        ended: list[EndedEpisode] = []
+        reset_infos: dict[int, dict[str, Any]] = {}
         for index, (env, action) in enumerate(zip(self.envs, actions, strict=True)):
             observation, reward, terminated, truncated, info = env.step(action)
             store_reward(rewards, index, reward)
             if terminated or truncated:
                 # Copy before the reset, which may write into both.
-                own, last = copy_output(info), copy_output(observation)
+                infos[index] = _ended_info(copy_output(info), truncated and not terminated, copy_output(observation))
                 observation, reset_info = env.reset()
-                dones[index] = True
-                ended.append((index, own, last, bool(truncated and not terminated), copy_output(reset_info)))
+                dones[index], reset_infos[index] = True, copy_output(reset_info)
             elif info and all_infos:
                 infos[index] = {**copy_output(info), "TimeLimit.truncated": False}
             elif info:
@@ -127,7 +123,7 @@ class SubEnvStepper:
                 first[index] = observation  # without a call, which would take as long
             else:
                 self._write_observation(leaves, index, observation)
-        return self.layout.build_observation(leaves), rewards, dones, infos, ended
+        return self.layout.build_observation(leaves), rewards, dones, infos, reset_infos
 
     def reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
         leaves, infos = self.layout.empty(len(self.envs)), []
@@ -162,11 +158,8 @@ class BatchStepper:
     action_dtype: Any
 
     def __post_init__(self) -> None:
-        self._num_envs, self._env_name, self._running = (
-            self.stepper.num_envs,
-            type(self.stepper.env).__name__,
-            RunningInfo(),
-        )
+        self._num_envs, self._env_name = self.stepper.num_envs, type(self.stepper.env).__name__
+        self._running = RunningInfo()
         keep_freed_memory(sum(leaf.nbytes for leaf in self.layout.empty(self._num_envs)))
 
     def step(self, actions: Any) -> StepResult:
@@ -179,18 +172,20 @@ class BatchStepper:
         *leaves, reward, terminated, truncated = _to_cpu_arrays(
             [*self.layout.parts(observation), reward, terminated, truncated]
         )
-        leaves = self._check_and_cast(leaves, self._num_envs, self.copy)
+        leaves = self._convert_parts(leaves, self._num_envs, copy=self.copy)
         rewards = self._as_vector(reward, "rewards").astype(np.float32)
         terminated = self._as_vector(terminated, "terminations").astype(bool, copy=False)
         dones = terminated | self._as_vector(truncated, "truncations").astype(bool, copy=False)
         rows = dones.nonzero()[0]
         infos = self._infos_of_running(info, dones)
-        ended: list[EndedEpisode] = []
+        reset_infos: dict[int, dict[str, Any]] = {}
         if len(rows):
             time_outs = (~terminated[rows]).tolist()  # before the reset, which may write into the flags
             own, lasts, resets = self._finish_episodes(leaves, dones, rows, info)
-            ended = list(zip(rows.tolist(), own, lasts, time_outs, resets, strict=True))
-        return self.layout.build_observation(leaves), rewards, dones, infos, ended
+            for row, info, time_out, last in zip(rows.tolist(), own, time_outs, lasts, strict=True):
+                infos[row] = _ended_info(info, time_out, last)
+            reset_infos = dict(zip(rows.tolist(), resets, strict=True))
+        return self.layout.build_observation(leaves), rewards, dones, infos, reset_infos
 
     def _infos_of_running(self, info: dict[str, Any], dones: Array) -> list[Any]:
         """Return a list of n infos, without those of ended episodes."""
@@ -212,16 +207,13 @@ class BatchStepper:
         last, reset_info = self.stepper.infos(info)
         own = self._infos_of_rows(last, rows)  # before the reset, which may write into the info
         if final is not None:
-            lasts = self._check_and_cast(_to_cpu_arrays(self.layout.parts(final)), len(rows), copy=False)
+            lasts = self._convert_parts(self.layout.parts(final), len(rows))
         else:
             lasts = [leaf[rows] for leaf in leaves]
             observation, info = self.stepper.reset(dones)
             reset_info = self._to_dict_info(info)
-            for leaf, new in zip(
-                leaves,
-                self._check_and_cast(_to_cpu_arrays(self.layout.parts(observation)), self._num_envs),
-                strict=True,
-            ):
+            fresh = self._convert_parts(self.layout.parts(observation), self._num_envs)
+            for leaf, new in zip(leaves, fresh, strict=True):
                 leaf[rows] = new[rows]
         return own, self.layout.rows(lasts), self._infos_of_rows(reset_info, rows)
 
@@ -250,16 +242,13 @@ class BatchStepper:
         if self.framework is None:
             self.framework = found
             self.device = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
-        return self.layout.build_observation(self._copy_parts(parts)), self._infos_of_rows(
-            self._to_dict_info(info), np.arange(self._num_envs)
-        )
+        infos = self._infos_of_rows(self._to_dict_info(info), np.arange(self._num_envs))
+        leaves = self._convert_parts(parts, self._num_envs, copy=self.copy)
+        return self.layout.build_observation(leaves), infos
 
-    def _copy_parts(self, parts: list[Any]) -> list[Any]:
-        """Return the observations of a reset."""
-        return self._check_and_cast(_to_cpu_arrays(parts), self._num_envs, self.copy)
-
-    def _check_and_cast(self, leaves: list[Array], count: int, copy: bool = False) -> list[Array]:
-        """Check shapes, and cast to the dtypes of the space. Read-only arrays are copied."""
+    def _convert_parts(self, parts: list[Any], count: int, *, copy: bool = False) -> list[Any]:
+        """Check shapes, and convert to arrays of the dtypes of the space. Read-only arrays are copied."""
+        leaves = _to_cpu_arrays(parts)
         self._check_shapes(leaves, count)
         return [
             leaf.astype(dtype, order="C", copy=copy or not leaf.flags.writeable)
@@ -267,7 +256,6 @@ class BatchStepper:
         ]
 
     def _check_shapes(self, leaves: list[Any], count: int) -> None:
-        """Raise an error if observations do not have the shapes of the space."""
         for leaf, (shape, _) in zip(leaves, self.layout.shapes_and_dtypes, strict=True):
             if tuple(leaf.shape) != (count, *shape):
                 raise EnvironmentOutputError(
@@ -300,12 +288,11 @@ class BatchStepper:
         """Return copies of the infos of some environments; tensors are copied to the CPU at once."""
         found: list[dict[str, Any]] = [{} for _ in range(len(rows))]
         if info and found:
-            tensor_locations: list[tuple[dict[str, Any], str]] = []
-            columns = _select_info_rows(info, rows, self._num_envs, tensor_locations, broadcast=self.device is None)
-            for (part, key), array in zip(
-                tensor_locations, _to_cpu_arrays([part[key] for part, key in tensor_locations]), strict=True
-            ):
-                part[key] = array
+            columns = _select_info_rows(info, rows, self._num_envs, broadcast=self.device is None)
+            tensors: list[torch.Tensor] = []
+            map_arrays(lambda part: tensors.append(part) if isinstance(part, torch.Tensor) else None, columns)
+            arrays = iter(_to_cpu_arrays(tensors))
+            columns = map_arrays(lambda part: next(arrays) if isinstance(part, torch.Tensor) else part, columns)
             _fill_infos(found, columns)
         return found
 
@@ -313,18 +300,19 @@ class BatchStepper:
 # -- steps on tensors
 
 
+@dataclass(eq=False)
 class TensorInfos(Sequence[dict[str, Any]]):
     """Infos of a step whose results are tensors, (n,) each. The list of dicts is built when it is read first.
 
     Read it, and copy ``final_observation``, before the next step, in which the environment may overwrite them.
 
-    :param build: function that returns the list of dicts
-    :param missing: function that returns the error if episodes have ended and ``final_observation`` is None; None if
-        that is correct
     :ivar dones: whether each episode has ended, bool
     :ivar truncated: whether it ended by truncation alone, bool
     :ivar final_observation: last observations, (n, ...) each, valid where episodes have ended. None if no episode has
         ended, or if the environment does not return them
+    :ivar build: function that returns the list of dicts
+    :ivar missing: function that returns the error if episodes have ended and ``final_observation`` is None; None if
+        that is correct
     :ivar returns: sum of rewards since the start of each episode, float64. None if the dicts contain the statistics.
         If the environment reports the return of an episode, as ``RecordEpisodeStatistics`` does, that return
     :ivar lengths: steps since the start of each episode, int64; those of the environment in the same way
@@ -332,23 +320,15 @@ class TensorInfos(Sequence[dict[str, Any]]):
     :ivar success: ``is_success`` in the info of each environment, float64, NaN where it is missing; or None
     """
 
+    dones: torch.Tensor
+    truncated: torch.Tensor
+    final_observation: Any
+    build: Callable[[TensorInfos], list[Any]]
+    missing: Callable[[], Exception] | None = None
     returns: Any = None
     lengths: Any = None
-    seconds: float
-
-    def __init__(
-        self,
-        dones: torch.Tensor,
-        truncated: torch.Tensor,
-        final_observation: Any,
-        success: torch.Tensor | None,
-        build: Callable[[TensorInfos], list[Any]],
-        missing: Callable[[], Exception] | None = None,
-    ) -> None:
-        self.dones, self.truncated, self.final_observation = dones, truncated, final_observation
-        self.success, self.missing = success, missing
-        self._build = build
-        self._infos: list[Any] | None = None
+    seconds: float = 0.0
+    success: torch.Tensor | None = None
 
     def copy_time_outs(self, step: int) -> list[tuple[int, torch.Tensor, Any]]:
         """Return a list with the step's number, rows that a time limit ended, and their last observations.
@@ -363,17 +343,16 @@ class TensorInfos(Sequence[dict[str, Any]]):
         rows = self.truncated.nonzero().flatten()
         return [(step, rows, map_arrays(partial(take_rows, rows=rows), final))] if len(rows) else []
 
+    @cached_property
     def _list(self) -> list[Any]:
-        """Build the dicts of all environments, which waits for the device."""
-        if self._infos is None:
-            self._infos = self._build(self)
-        return self._infos
+        """Dicts of all environments, whose construction waits for the device."""
+        return self.build(self)
 
     def __len__(self) -> int:
         return len(self.dones)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._list()[index]
+        return self._list[index]
 
 
 class TensorStepper(BatchStepper):
@@ -384,18 +363,26 @@ class TensorStepper(BatchStepper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._start_time = time.time()
+        self._returns = torch.zeros(self._num_envs, dtype=torch.float64, device=self.device)
+        self._lengths = torch.zeros(self._num_envs, dtype=torch.int64, device=self.device)
         keep_freed_memory(8 << 20)  # rollout buffers store the observations of many steps, and free them at once
+
+    def reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
+        # New tensors, because those of steps in torch.inference_mode() cannot be written.
+        self._returns, self._lengths = torch.zeros_like(self._returns), torch.zeros_like(self._lengths)
+        return super().reset(seeds, options)
 
     def step(self, actions: Any) -> Any:
         """Take a step.
 
         :param actions: tensor, (n, ...)
-        :return: observations, rewards, dones and :class:`TensorInfos` with episode statistics of the environment only
+        :return: observations, rewards, dones and :class:`TensorInfos`
         """
         dtype = torch_dtype(self.action_dtype)
         observation, reward, terminated, truncated, info = self.stepper.step(actions.to(self.device, dtype))
         info = self._to_dict_info(info)
-        leaves = self._copy_parts(self.layout.parts(observation))
+        leaves = self._convert_parts(self.layout.parts(observation), self._num_envs, copy=self.copy)
         rewards = self._as_tensor(reward, "rewards").to(torch.float32, copy=True)
         terminated = self._as_tensor(terminated, "terminations").bool()
         truncated = self._as_tensor(truncated, "truncations").bool()
@@ -405,24 +392,25 @@ class TensorStepper(BatchStepper):
             leaves, info = self._reset_ended(final, dones, info)
         # Splitting the info takes time, and few environments report successes or episodes.
         own = self.stepper.infos(info)[0] if info.keys() & {"is_success", "episode", "final_info"} else {}
+        returns, lengths = self._returns + rewards, self._lengths + 1
+        self._returns, self._lengths = returns.masked_fill(dones, 0), lengths.masked_fill(dones, 0)
         infos = TensorInfos(
             dones,
             truncated,
             None if final is None else self.layout.build_observation(final),
-            self._select_numbers(own, "is_success"),
             partial(self._build_infos, info=info),
             self.stepper.missing_final_obs_error,
+            _prefer(self._select_numbers(own, "episode", "r"), returns),
+            _prefer(self._select_numbers(own, "episode", "l"), lengths),
+            round(time.time() - self._start_time, 6),
+            self._select_numbers(own, "is_success"),
         )
-        infos.returns, infos.lengths = (self._select_numbers(own, "episode", key) for key in ("r", "l"))
         return self.layout.build_observation(leaves), rewards, dones, infos
 
-    def _copy_parts(self, parts: list[Any]) -> list[Any]:
-        return self._convert_parts(parts, copy=self.copy)
-
-    def _convert_parts(self, parts: list[Any], *, copy: bool) -> list[Any]:
-        """Check shapes, cast to the dtypes of the space, and make contiguous, as arrays are."""
+    def _convert_parts(self, parts: list[Any], count: int, *, copy: bool = False) -> list[Any]:
+        """Check shapes, and convert to contiguous tensors of the dtypes of the space."""
         tensors = [torch.as_tensor(to_torch(part), device=self.device).detach() for part in parts]
-        self._check_shapes(tensors, self._num_envs)
+        self._check_shapes(tensors, count)
         return [
             tensor.to(torch_dtype(dtype), copy=copy, memory_format=torch.contiguous_format).contiguous()
             for tensor, (_, dtype) in zip(tensors, self.layout.shapes_and_dtypes, strict=True)
@@ -464,21 +452,20 @@ class TensorStepper(BatchStepper):
         if isinstance(final, dict | tuple | torch.Tensor):
             parts = self.layout.parts(final)
             if all(isinstance(part, torch.Tensor) and len(part) == self._num_envs for part in parts):
-                return self._convert_parts(parts, copy=False)
+                return self._convert_parts(parts, self._num_envs)
         # Objects, or only the rows of ended episodes. Their numbers are read from the device.
         rows = np.flatnonzero(to_numpy(dones))
         if not len(rows):
             return None
-        found = [leaf.clone() for leaf in leaves]
-        for leaf, part in zip(found, self.layout.parts(self.stepper.final_observation(rows, info)), strict=True):
-            leaf[torch.from_numpy(rows).to(leaf.device)] = torch.as_tensor(part, device=leaf.device).to(leaf.dtype)
-        return found
+        parts = self._convert_parts(self.layout.parts(self.stepper.final_observation(rows, info)), len(rows))
+        places = (torch.from_numpy(rows).to(self.device),)
+        return [leaf.index_put(places, part) for leaf, part in zip(leaves, parts, strict=True)]
 
     def _reset_ended(self, leaves: list[Any], dones: torch.Tensor, info: Any) -> tuple[list[Any], Any]:
         """Reset ended environments. Return observations with those of the resets, and a copy of the last info."""
         info = map_arrays(copy_output, info)  # the reset may write into it
         observation, _ = self.stepper.reset(to_numpy(dones))
-        new = self._copy_parts(self.layout.parts(observation))
+        new = self._convert_parts(self.layout.parts(observation), self._num_envs, copy=self.copy)
         return [torch.where(expand(dones, old), part, old) for part, old in zip(new, leaves, strict=True)], info
 
     def _build_infos(self, infos: TensorInfos, info: Any) -> list[Any]:
@@ -494,9 +481,14 @@ class TensorStepper(BatchStepper):
         )
         for index, row in zip(rows.tolist(), own, strict=True):
             last = map_arrays(lambda part, index=index: part[index].copy(), final)
-            episode = {"r": returns[index], "l": lengths[index], "t": infos.seconds}
-            found[index] = ended_info(row, truncated[index], last, episode)
+            found[index] = _ended_info(row, truncated[index], last)
+            add_episode(found[index], returns[index], lengths[index], infos.seconds)
         return found
+
+
+def _prefer(numbers: torch.Tensor | None, others: torch.Tensor) -> torch.Tensor:
+    """Return numbers of the environment, or others where they are NaN or None."""
+    return others if numbers is None else torch.where(numbers.isnan(), others, numbers.to(others.dtype))
 
 
 def expand(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -513,35 +505,31 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 # -- infos
 
 
-def ended_info(own: dict[str, Any], time_out: bool, last: Any, episode: dict[str, Any]) -> dict[str, Any]:
-    """Return the info of an ended episode, with the keys of Stable Baselines3.
+def _ended_info(own: dict[str, Any], time_out: Any, last: Any) -> dict[str, Any]:
+    """Return the environment's info of an ended episode with the keys of Stable Baselines3."""
+    return {**own, "TimeLimit.truncated": bool(time_out), "terminal_observation": last}
 
-    :param own: info of the environment
-    :param episode: statistics of the episode, unless the environment returns its own
-    """
-    env_episode = own.get("episode")
-    if isinstance(env_episode, dict) and env_episode:
+
+def add_episode(info: dict[str, Any], total: float, length: int, seconds: float) -> None:
+    """Add the statistics of an ended episode to its info, unless the environment returns its own."""
+    own, episode = info.get("episode"), {"r": total, "l": length, "t": seconds}
+    if isinstance(own, dict) and own:
         # ManiSkill's episode has other keys; SB3 reads r, l and t.
-        episode = env_episode if "r" in env_episode else {**env_episode, **episode}
-    return {**own, "TimeLimit.truncated": time_out, "terminal_observation": last, "episode": episode}
+        episode = own if "r" in own else {**own, **episode}
+    info["episode"] = episode
 
 
-def _select_info_rows(
-    info: Any, rows: Array, count: int, tensor_locations: list[Any], *, broadcast: bool
-) -> dict[str, Any]:
+def _select_info_rows(info: Any, rows: Array, count: int, *, broadcast: bool) -> dict[str, Any]:
     """Return some rows of all values and masks in an info.
 
-    :param tensor_locations: list to append the dict and the key of every tensor to
     :param broadcast: whether values without a row for each environment are repeated; else they are left out
     """
     columns: dict[str, Any] = {}
     for key, value in info.items():
         if isinstance(value, dict):
-            columns[key] = _select_info_rows(value, rows, count, tensor_locations, broadcast=broadcast)
+            columns[key] = _select_info_rows(value, rows, count, broadcast=broadcast)
         elif getattr(value, "shape", ())[:1] == (count,):
             columns[key] = take_rows(value, rows)
-            if isinstance(value, torch.Tensor):
-                tensor_locations.append((columns, key))
         elif isinstance(value, list | tuple) and len(value) == count:
             columns[key] = [to_numpy(value[row]) for row in rows.tolist()]
         elif broadcast:
@@ -588,7 +576,6 @@ class RunningInfo(dict[str, Any]):
                 self.omitted_keys.add(key)
 
     def _raise_read_only(self, *_: Any, **__: Any) -> Any:
-        """Raise an error, because the info is read-only."""
         raise InvalidTypeError(
             "this info is shared by all environments whose episodes continue, and cannot be changed. Change a copy, "
             'info.copy(), or write GymVecEnv(..., infos="all")'

@@ -1,6 +1,6 @@
 """Search for the algorithm that creates, loads or trains with a buffer, among the calling functions.
 
-Stable Baselines3 passes buffers neither the algorithm nor its ``gamma``.
+Stable Baselines3 passes buffers neither the algorithm nor its ``gamma``, and environments not the algorithm either.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 
 
-def _calling_frames() -> Iterator[FrameType]:
+def calling_frames() -> Iterator[FrameType]:
     """Yield the frames of the callers of this module, the innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
@@ -30,7 +30,7 @@ def find_creating_algorithm(buffer: Any) -> tuple[OffPolicyAlgorithm | None, boo
     :return: The algorithm, and whether its ``load()`` creates the buffer with the arguments of a saved model
     """
     algorithm = None
-    for frame in _calling_frames():
+    for frame in calling_frames():
         if frame.f_locals.get("self") is buffer:
             continue
         if frame.f_code.co_name != "_setup_model":
@@ -42,7 +42,7 @@ def find_creating_algorithm(buffer: Any) -> tuple[OffPolicyAlgorithm | None, boo
 
 def find_replaced_buffer() -> Any:
     """Return the buffer that ``load_replay_buffer`` is replacing, or None."""
-    for frame in _calling_frames():
+    for frame in calling_frames():
         if frame.f_code.co_name == "load_replay_buffer":
             return getattr(frame.f_locals.get("self"), "replay_buffer", None)
     return None
@@ -50,7 +50,7 @@ def find_replaced_buffer() -> Any:
 
 def find_training_algorithm() -> tuple[OffPolicyAlgorithm, CodeType] | None:
     """Return the algorithm whose ``train()`` is running, and the code of that method; None if there is none."""
-    for frame in _calling_frames():
+    for frame in calling_frames():
         if frame.f_code.co_name == "train" and isinstance(found := frame.f_locals.get("self"), OffPolicyAlgorithm):
             return found, frame.f_code
     return None

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 import gymnasium
@@ -29,12 +27,12 @@ from rl_ext_core.vector.stepper import Stepper, num_envs_of
 from sb3_ext._compat import call_in_workers
 from sb3_ext._vector_steps import (
     BatchStepper,
-    EndedEpisode,
     ObservationLayout,
     SubEnvStepper,
     TensorStepper,
-    ended_info,
+    add_episode,
 )
+from sb3_ext.caller_frames import calling_frames
 from sb3_ext.vec_env import CheckedVecEnv, Indices
 
 __all__ = ["GymVecEnv"]
@@ -148,17 +146,13 @@ class GymVecEnv(CheckedVecEnv):
                 "of sb3_ext.tensor convert them"
             )
         self._stepper: SubEnvStepper | BatchStepper
-        # Step the sub-environments of an unwrapped SyncVectorEnv directly.
-        if tensors:
-            options = (stepper, layout, "torch", device, infos == "all", copy, action_space.dtype)
-            self._stepper = self._tensor_stepper = TensorStepper(*options)
-            self._episode_returns = torch.zeros(num_envs, dtype=torch.float64, device=device)
-            self._episode_lengths = torch.zeros(num_envs, dtype=torch.int64, device=device)
-        elif type(vector_env) is SyncVectorEnv and not {"step", "reset"} & set(vars(vector_env)) and key is None:
+        is_plain = type(vector_env) is SyncVectorEnv and {"step", "reset"}.isdisjoint(vars(vector_env))
+        if is_plain and key is None and not tensors:
             self._stepper = SubEnvStepper(vector_env.envs, layout, infos == "all")
         else:
             framework = "torch" if device is not None else None if env_type == "auto" else env_type
-            self._stepper = BatchStepper(stepper, layout, framework, device, infos == "all", copy, action_space.dtype)
+            kind = TensorStepper if tensors else BatchStepper
+            self._stepper = kind(stepper, layout, framework, device, infos == "all", copy, action_space.dtype)
         # Per environment: sum of rewards of its running episode, and step count at the start of that episode.
         self._steps, self._returns, self._start_steps = 0, np.zeros(num_envs), np.zeros(num_envs, np.int64)
         self._start_time = time.time()
@@ -169,7 +163,7 @@ class GymVecEnv(CheckedVecEnv):
     def step_async(self, actions: Any) -> None:
         """Store the actions of the next step, (n, ...)."""
         # Environments that clip their action in place must not change what SB3 stores.
-        self._store_actions(actions.detach().clone() if isinstance(actions, torch.Tensor) else copy_output(actions))
+        self._store_actions(copy_output(actions))
 
     def step_wait(self) -> Any:
         """Take the step.
@@ -179,33 +173,29 @@ class GymVecEnv(CheckedVecEnv):
         """
         if self.tensors:
             return self._step_tensors(self._take_actions())
-        observations, rewards, dones, infos, ended = self._stepper.step(self._take_actions())
+        observations, rewards, dones, infos, reset_infos = self._stepper.step(self._take_actions())
         self._returns += rewards
         self._steps += 1
-        if ended:
-            self._complete_infos(ended, infos)
+        if reset_infos:
+            self._complete_infos(infos, reset_infos)
         return observations, rewards, dones, infos
 
     def _step_tensors(self, actions: Any) -> Any:
         """Take a step on tensors. If the actions are an array, convert the results to arrays."""
         is_tensor = isinstance(actions, torch.Tensor)
         actions = actions if is_tensor else torch.from_numpy(np.asarray(actions, self.action_space.dtype))
-        observations, rewards, dones, infos = self._tensor_stepper.step(actions)
-        returns, lengths = self._episode_returns + rewards, self._episode_lengths + 1
-        infos.returns, infos.lengths = _prefer(infos.returns, returns), _prefer(infos.lengths, lengths)
-        infos.seconds = round(time.time() - self._start_time, 6)
-        self._episode_returns, self._episode_lengths = returns.masked_fill(dones, 0), lengths.masked_fill(dones, 0)
-        return (observations, rewards, dones, infos) if is_tensor else to_arrays(observations, rewards, dones, infos)
+        results: Any = self._stepper.step(actions)
+        return results if is_tensor else to_arrays(*results)
 
-    def _complete_infos(self, ended: list[EndedEpisode], infos: list[Any]) -> None:
+    def _complete_infos(self, infos: list[Any], reset_infos: dict[int, dict[str, Any]]) -> None:
         """Complete the infos of ended episodes, and restart the counts of their environments."""
-        seconds, rows = round(time.time() - self._start_time, 6), np.array([index for index, *_ in ended])
+        seconds, rows = round(time.time() - self._start_time, 6), np.array([*reset_infos])
         totals, lengths = self._returns[rows].tolist(), (self._steps - self._start_steps[rows]).tolist()
         self._returns[rows], self._start_steps[rows] = 0, self._steps
-        self.reset_infos = reset_infos = list(self.reset_infos)  # the caller may keep the previous list
-        for (index, own, last, time_out, reset_infos[index]), total, length in zip(ended, totals, lengths, strict=True):
-            episode = {"r": total, "l": length, "t": seconds}
-            infos[index] = ended_info(own, time_out, last, episode)
+        self.reset_infos = list(self.reset_infos)  # the caller may keep the previous list
+        for (row, reset_info), total, length in zip(reset_infos.items(), totals, lengths, strict=True):
+            self.reset_infos[row] = reset_info
+            add_episode(infos[row], total, length, seconds)
 
     def reset(self) -> Any:
         """Reset all environments, with the seeds and options that were set.
@@ -216,9 +206,6 @@ class GymVecEnv(CheckedVecEnv):
         self._require_open()
         if self.tensors:
             reject_array_algorithm()
-            # New tensors, because those of steps in torch.inference_mode() cannot be written.
-            self._episode_returns = torch.zeros_like(self._episode_returns)
-            self._episode_lengths = torch.zeros_like(self._episode_lengths)
         self._actions = None
         observations, self.reset_infos = self._stepper.reset(self._seeds, self._options)
         self._returns[:], self._start_steps[:] = 0, self._steps
@@ -239,8 +226,8 @@ class GymVecEnv(CheckedVecEnv):
 
     def has_attr(self, attr_name: str) -> bool:
         """Return whether all environments have an attribute."""
-        found = self._call_sub_envs(None, "has_wrapper_attr", (attr_name,))
-        return super().has_attr(attr_name) if found is None else all(found)
+        call = self._find_call(None)
+        return super().has_attr(attr_name) if call is None else all(call("has_wrapper_attr", attr_name))
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         """Get an attribute of sub-environments.
@@ -249,13 +236,12 @@ class GymVecEnv(CheckedVecEnv):
 
         :raises AttributeError: If the attribute does not exist.
         """
-        found = self._call_sub_envs(indices, "get_wrapper_attr", (attr_name,), required_attr=attr_name)
-        if found is not None:
-            return found
+        call = self._find_call(indices, required_attr=attr_name)
+        if call is not None:
+            return call("get_wrapper_attr", attr_name)
         # SB3 warns about environments without a render_mode.
-        value = to_numpy(
-            getattr(self._find_owner(attr_name), attr_name, *([None] if attr_name == "render_mode" else []))
-        )
+        default = [None] if attr_name == "render_mode" else []
+        value = to_numpy(getattr(self._find_owner(attr_name), attr_name, *default))
         rows = isinstance(value, np.ndarray) and value.shape[:1] == (self.num_envs,)
         return [value[index] if rows else value for index in self._resolve_indices(indices, self.num_envs)]
 
@@ -266,7 +252,9 @@ class GymVecEnv(CheckedVecEnv):
 
         :raises InvalidArgumentError: If ``indices`` selects some sub-environments, and they are not accessible.
         """
-        if self._call_sub_envs(indices, "set_wrapper_attr", (attr_name, value)) is not None:
+        call = self._find_call(indices)
+        if call is not None:
+            call("set_wrapper_attr", attr_name, value)
             return
         if set(self._resolve_indices(indices, self.num_envs)) != set(range(self.num_envs)):
             raise InvalidArgumentError(
@@ -284,9 +272,9 @@ class GymVecEnv(CheckedVecEnv):
         If they are not accessible, call it once on the vectorized environment, and return the result for each
         environment. A result with n rows is split into rows if ``indices`` is None.
         """
-        found = self._call_sub_envs(indices, method_name, method_args, method_kwargs, required_attr=method_name)
-        if found is not None:
-            return found
+        call = self._find_call(indices, required_attr=method_name)
+        if call is not None:
+            return call(method_name, *method_args, **method_kwargs)
         result = to_numpy(getattr(self._find_owner(method_name), method_name)(*method_args, **method_kwargs))
         rows = indices is None and isinstance(result, np.ndarray | list | tuple) and len(result) == self.num_envs
         return list(result) if rows else [result for _ in self._resolve_indices(indices, self.num_envs)]
@@ -299,46 +287,40 @@ class GymVecEnv(CheckedVecEnv):
         if isinstance(self._base, SyncVectorEnv):
             return [is_wrapped(self._base.envs[index], wrapper_class) for index in chosen]
         # Compare names in "<TimeLimit<Monitor<E instance>>>": a worker dies if its answer does not pickle.
-        texts, names = self._call_sub_envs(chosen, "__str__"), _wrapper_names(wrapper_class)
-        return [bool(names.intersection(re.findall(r"<(\w+)", text))) for text in texts or [""] * len(chosen)]
+        call, names = self._find_call(chosen), _wrapper_names(wrapper_class)
+        texts = [""] * len(chosen) if call is None else call("__str__")
+        return [bool(names.intersection(re.findall(r"<(\w+)", text))) for text in texts]
 
     def _find_owner(self, name: str) -> Any:
         """Return the outermost wrapper that has an attribute, or the environment."""
         return next((layer for layer in wrapper_chain(self.env) if hasattr(layer, name)), self._base)
 
-    def _call_sub_envs(
-        self,
-        indices: Indices,
-        name: str,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        required_attr: str | None = None,
-    ) -> list[Any] | None:
-        """Call a method of each of these sub-environments; return None if they are not accessible.
+    def _find_call(self, indices: Indices, required_attr: str | None = None) -> Callable[..., list[Any]] | None:
+        """Return a function that calls a method of these sub-environments; None if they are not accessible.
 
         :param required_attr: attribute that all must have; it is checked first, because a worker without it would end
-        :raises AttributeError: If a sub-environment lacks ``required_attr``.
+        :raises AttributeError: If a sub-environment in a worker lacks ``required_attr``.
         """
         self._require_open()
         base, chosen = self._base, self._resolve_indices(indices, self.num_envs)
         if isinstance(base, SyncVectorEnv):
-            return [base.envs[index].get_wrapper_attr(name)(*args, **kwargs) for index in chosen]
-        # SharedMemoryVectorEnv has call_some. Importing that class would require a later gymnasium.
-        call = partial(call_in_workers, base) if isinstance(base, AsyncVectorEnv) else getattr(base, "call_some", None)
-        if call is None:
+            return partial(_call_each, [base.envs[index] for index in chosen])
+        if isinstance(base, AsyncVectorEnv):
+            call: Any = partial(call_in_workers, base, chosen)
+        elif hasattr(base, "call_some"):  # SharedMemoryVectorEnv, whose import would require a later gymnasium
+            call = partial(base.call_some, chosen)
+        else:
             return None
-        if required_attr is not None and not all(call(chosen, "has_wrapper_attr", required_attr)):
+        if required_attr is not None and not all(call("has_wrapper_attr", required_attr)):
             raise AttributeError(f"a sub-environment has no attribute {required_attr!r}")
-        return list(call(chosen, name, *args, **kwargs))
+        return call  # type: ignore[no-any-return]
+
+
+def _call_each(envs: list[Any], name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+    return [env.get_wrapper_attr(name)(*args, **kwargs) for env in envs]
 
 
 # -- tensors
-
-
-def _prefer(numbers: torch.Tensor | None, others: torch.Tensor) -> torch.Tensor:
-    """Return numbers of the environment, or others where they are NaN or None."""
-    return others if numbers is None else torch.where(numbers.isnan(), others, numbers.to(others.dtype))
 
 
 def to_arrays(observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any, Any, list[Any]]:
@@ -353,11 +335,9 @@ def reject_array_algorithm() -> None:
     """
     # Stable Baselines3 calls reset() without its algorithm, so that only the calling frames show it. Without a check,
     # PPO would fail with an error that does not name the cause, and SAC would copy each step to the CPU.
-    frame: Any = sys._getframe(1)
-    algorithm: Any = None
-    while frame is not None and not isinstance(algorithm, BaseAlgorithm):
-        frame, algorithm = frame.f_back, frame.f_locals.get("self")
-    if isinstance(algorithm, BaseAlgorithm) and not getattr(algorithm, "uses_tensors", False):
+    owners = (frame.f_locals.get("self") for frame in calling_frames())
+    algorithm = next((owner for owner in owners if isinstance(owner, BaseAlgorithm)), None)
+    if algorithm is not None and not getattr(algorithm, "uses_tensors", False):
         raise InvalidTypeError(
             f"{'.'.join(qualified_name(type(algorithm)))} works on arrays, but the environment returns tensors. "
             "Leave out tensors=True. Or use an algorithm on tensors: from sb3_ext.tensor import A2C, DQN, PPO, SAC, TD3"

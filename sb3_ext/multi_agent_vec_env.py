@@ -132,9 +132,8 @@ class MultiAgentVecEnv(CheckedVecEnv):
         self._actions = None
         self.reset_infos = [{} for _ in range(self.num_envs)]
         for env_index in range(len(self.envs)):
-            self._reset_env(
-                env_index, self._seeds[env_index * len(self.agents)], self._options[env_index * len(self.agents)]
-            )
+            first = env_index * len(self.agents)
+            self._reset_env(env_index, self._seeds[first], self._options[first])
         self._reset_seeds()
         self._reset_options()
         return self._copy_observations()
@@ -188,16 +187,13 @@ class MultiAgentVecEnv(CheckedVecEnv):
     def _process_step(self, env_index: int, result: Any, rewards: Any, dones: Any, infos: list[dict[str, Any]]) -> None:
         """Process the result of one environment's step, and reset the environment if it has ended."""
         observations, all_rewards, terminated, truncated, all_infos = check_result_length(result, STEP_RESULT)
-        env_ended = not self.envs[env_index].agents or all(
-            terminated.get(agent, True) or truncated.get(agent, True) for agent in self.envs[env_index].agents
-        )
+        agents = self.envs[env_index].agents
+        env_ended = all(terminated.get(agent, True) or truncated.get(agent, True) for agent in agents)
         for row, agent in self._agent_rows(env_index):
             if not self._alive[row]:
                 infos[row]["agent_is_dead"] = True
                 ended = terminated.get(agent, False) or truncated.get(agent, False)
-                agent_joins = (
-                    agent in observations and agent in self.envs[env_index].agents and not ended and not env_ended
-                )
+                agent_joins = agent in observations and agent in agents and not ended and not env_ended
                 if env_ended or agent_joins:
                     dones[row], infos[row]["terminal_observation"] = True, self._copy_observations(row)
                 if agent_joins:
@@ -218,10 +214,8 @@ class MultiAgentVecEnv(CheckedVecEnv):
             self._write_observation(row, observations[agent])
             is_terminated = bool(terminated.get(agent, False))
             if is_terminated or truncated.get(agent, False) or env_ended:
-                info["terminal_observation"], info["TimeLimit.truncated"] = (
-                    copy_output(observations[agent]),
-                    not is_terminated,
-                )
+                info["terminal_observation"] = copy_output(observations[agent])
+                info["TimeLimit.truncated"] = not is_terminated
                 total, seconds = round(float(self._returns[row]), 6), round(time.time() - self._start_time, 6)
                 info["episode"] = {"r": total, "l": int(self._lengths[row]), "t": seconds}
                 dones[row], self._alive[row] = True, False

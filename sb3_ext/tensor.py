@@ -9,7 +9,11 @@ The classes replace the code of Stable Baselines3 that handles arrays, and inher
 callbacks, logs and files. With the same seed, their weights are those of Stable Baselines3, except for the order of
 additions. On the CPU, it differs in the statistics of ``TensorVecNormalize`` for more than 15 environments. On other
 devices, it also differs where a time limit ends episodes: their values are predicted at once, instead of one by one.
-Environments on arrays work too. Source: https://github.com/DLR-RM/stable-baselines3/issues/314
+
+``env`` is a ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``, or an environment on arrays. A wrapper
+that works on arrays around an environment on tensors raises :class:`~rl_ext_core.errors.InvalidTypeError`.
+
+Source: https://github.com/DLR-RM/stable-baselines3/issues/314
 """
 
 from __future__ import annotations
@@ -22,15 +26,9 @@ import numpy as np
 import stable_baselines3 as sb3
 import torch
 from gymnasium import spaces
-from stable_baselines3.common import buffers
 from stable_baselines3.common import type_aliases as types
 from stable_baselines3.common.base_class import BaseAlgorithm
-from stable_baselines3.common.buffers import (
-    DictReplayBuffer,
-    DictRolloutBuffer,
-    ReplayBuffer,
-    RolloutBuffer,
-)
+from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.noise import NormalActionNoise, VectorizedActionNoise
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
@@ -70,13 +68,10 @@ if not hasattr(sb3.PPO, "dump_logs"):
 _MAX_UNREAD_STEPS = 256
 
 
-class _TensorAlgorithm(BaseAlgorithm):
+class _TensorAlgorithm(DataParallel):
     """Methods that all algorithms share: environments, predictions, episode statistics and files."""
 
     uses_tensors = True
-    _world = 1  # number of processes that train one policy
-    policy: Any
-    env: Any
     _last_obs: Any
     _last_original_obs: Any
     _last_episode_starts: Any
@@ -96,11 +91,9 @@ class _TensorAlgorithm(BaseAlgorithm):
         return super().predict(map_arrays(to_numpy, observation), *args, **kwargs)
 
     def _on_device(self, observation: Any) -> Any:
-        """Return observations on the device of the policy."""
         return map_arrays(lambda part: torch.as_tensor(part, device=self.device), observation)
 
     def _bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the bounds of actions as tensors."""
         if self._action_bounds is None:
             space: Any = self.action_space
             low, high = (torch.tensor(bound, device=self.device) for bound in (space.low, space.high))
@@ -136,8 +129,10 @@ class _TensorAlgorithm(BaseAlgorithm):
     def _update_info_buffer(self, infos: Any, dones: Any = None) -> None:
         """Store the episode statistics of a step on the device; those of environments on arrays are read."""
         if infos.returns is None:
-            super()._update_info_buffer(infos, dones)
-            self._episode_num += int(dones.sum()) if isinstance(self, _OffPolicy) else 0  # as in Stable Baselines3
+            ended = [info for info, done in zip(infos, dones.tolist(), strict=True) if done]
+            episodes = [info["episode"] for info in infos if info.get("episode") is not None]
+            successes = [info["is_success"] for info in ended if info.get("is_success") is not None]
+            self._add_episodes(episodes, successes, len(ended))
             return
         missing = infos.missing if infos.final_observation is None else None
         self._unread.append((dones, infos.returns, infos.lengths, infos.success, infos.seconds, missing))
@@ -160,16 +155,14 @@ class _TensorAlgorithm(BaseAlgorithm):
         found = torch.stack([steps.double(), *columns], 1).tolist()  # one transfer
         if any(missing) and (errors := [missing[int(step)] for step, *_ in found if missing[int(step)]]):
             raise errors[0]()
-        buffer: Any = self.ep_info_buffer
-        for step, total, length, _ in found[-buffer.maxlen :]:  # it would drop the others
-            buffer.append({"r": total, "l": int(length), "t": seconds[int(step)]})
-        self.ep_success_buffer.extend(row[3] for row in found if row[3] == row[3])  # type: ignore[union-attr]
-        self._episode_num += len(found) if isinstance(self, _OffPolicy) else 0
+        newest = found[-self._stats_window_size :]  # the window would drop the others
+        episodes = [{"r": total, "l": int(length), "t": seconds[int(step)]} for step, total, length, _ in newest]
+        self._add_episodes(episodes, [row[3] for row in found if row[3] == row[3]], len(found))
 
     def _end_rollout(self, goes_on: bool) -> bool:
-        """Read the statistics of the rollout; return whether training goes on."""
+        """Read the statistics of the rollout; return whether training goes on, on all ranks."""
         self._read_episodes()
-        return goes_on
+        return self._exchange(goes_on)
 
     def dump_logs(self, *args: Any) -> None:
         """Write the log."""
@@ -190,26 +183,25 @@ class _TensorAlgorithm(BaseAlgorithm):
             vars(self).update(tensors)
 
 
-def _choose_buffer(given: Any, ours: type, plain: tuple[type, ...]) -> type:
+def _choose_buffer(given: Any, ours: type) -> Any:
     """Return the user's buffer class; ``ours`` if it is None, or one of Stable Baselines3 from a saved file."""
-    if given is None or given in plain:
+    if given is None or given.__module__ == ReplayBuffer.__module__:
         return ours
     if not issubclass(given, ours):
         raise InvalidArgumentError(
             f"{given.__name__} stores arrays, expected {ours.__name__} or a subclass. Leave it out, or use the "
             "algorithm of stable_baselines3 over GymVecEnv(env)"
         )
-    return given  # type: ignore[no-any-return]
+    return given
 
 
 class _OnPolicy(_TensorAlgorithm, OnPolicyAlgorithm):
     """Rollouts of PPO and A2C on tensors."""
 
     def _setup_model(self) -> None:
-        """Create policy and rollout buffer."""
         self._unread = []
         given = self.rollout_buffer_class  # saved files contain the user's choice
-        self.rollout_buffer_class = _choose_buffer(given, TensorRolloutBuffer, (RolloutBuffer, DictRolloutBuffer))
+        self.rollout_buffer_class = _choose_buffer(given, TensorRolloutBuffer)
         super()._setup_model()
         self.rollout_buffer_class = given
 
@@ -290,11 +282,9 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
     """Transitions of SAC, TD3 and DQN on tensors."""
 
     def _setup_model(self) -> None:
-        """Create policy and replay buffer."""
         self._unread = []
         given, n_steps = self.replay_buffer_class, getattr(self, "n_steps", 1)  # saved files contain the user's choice
-        plain = (ReplayBuffer, DictReplayBuffer, getattr(buffers, "NStepReplayBuffer", ReplayBuffer))
-        self.replay_buffer_class = _choose_buffer(given, TensorReplayBuffer, plain)
+        self.replay_buffer_class = _choose_buffer(given, TensorReplayBuffer)
         if n_steps > 1 and given is None:
             self.replay_buffer_kwargs.update(n_steps=n_steps, gamma=self.gamma)
             self.n_steps = 1  # SB3 warns that other classes of buffers ignore it
@@ -302,7 +292,15 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
         self.replay_buffer_class, self.n_steps = given, n_steps
 
     def save_replay_buffer(self, path: Any) -> None:
-        """Save the replay buffer to a file that Stable Baselines3 loads too."""
+        """Save the replay buffer to a file that Stable Baselines3 loads too.
+
+        :raises InvalidArgumentError: If there are several ranks.
+        """
+        if self._world > 1:
+            raise InvalidArgumentError(
+                f"path={str(path)!r} would contain the transitions of one of {self._world} ranks: expected a file for "
+                'each. Use save_to_pkl(f"buffer-{rank}.pkl", model.replay_buffer.to_arrays())'
+            )
         save_to_pkl(path, self.replay_buffer.to_arrays(), self.verbose)  # type: ignore[union-attr]
 
     def load_replay_buffer(self, path: Any, truncate_last_traj: bool = True) -> None:
@@ -313,9 +311,16 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
     def _end_rollout(self, goes_on: bool) -> bool:
         """Read the statistics of the rollout, except where that would wait for the device in each step."""
         is_cpu = all(dones.is_cpu for dones, *_ in self._unread[:1])
-        if not goes_on or is_cpu or self.num_timesteps >= self._total_timesteps:
-            self._read_episodes()
-        return goes_on
+        reads = not goes_on or is_cpu or self._world > 1 or self.num_timesteps >= self._total_timesteps
+        return super()._end_rollout(goes_on) if reads else goes_on
+
+    def _on_step(self) -> None:
+        """Update the exploration rate and target network of DQN, whose interval counts the steps of all ranks."""
+        self.n_envs *= self._world
+        try:
+            super()._on_step()
+        finally:
+            self.n_envs //= self._world
 
     def _choose_actions(self) -> torch.Tensor:
         """Return actions of the policy in the action space, with exploration."""
@@ -425,44 +430,24 @@ def _reset_noise(noise: Any, dones: torch.Tensor) -> None:
         noise.reset()
 
 
-class PPO(DataParallel, _OnPolicy, sb3.PPO):
-    """PPO of Stable Baselines3 on tensors, with the same arguments, results and files.
-
-    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
-    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
-    """
+class PPO(_OnPolicy, sb3.PPO):
+    """PPO of Stable Baselines3 on tensors, with the same arguments, results and files."""
 
 
-class A2C(DataParallel, _OnPolicy, sb3.A2C):
-    """A2C of Stable Baselines3 on tensors, with the same arguments, results and files.
-
-    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
-    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
-    """
+class A2C(_OnPolicy, sb3.A2C):
+    """A2C of Stable Baselines3 on tensors, with the same arguments, results and files."""
 
 
-class SAC(DataParallel, _OffPolicy, sb3.SAC):
-    """SAC of Stable Baselines3 on tensors, with the same arguments, results and files.
-
-    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
-    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
-    """
+class SAC(_OffPolicy, sb3.SAC):
+    """SAC of Stable Baselines3 on tensors, with the same arguments, results and files."""
 
 
-class TD3(DataParallel, _OffPolicy, sb3.TD3):
-    """TD3 of Stable Baselines3 on tensors, with the same arguments, results and files.
-
-    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
-    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
-    """
+class TD3(_OffPolicy, sb3.TD3):
+    """TD3 of Stable Baselines3 on tensors, with the same arguments, results and files."""
 
 
-class DQN(DataParallel, _OffPolicy, sb3.DQN):
-    """DQN of Stable Baselines3 on tensors, with the same arguments, results and files.
-
-    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
-    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
-    """
+class DQN(_OffPolicy, sb3.DQN):
+    """DQN of Stable Baselines3 on tensors, with the same arguments, results and files."""
 
     def _choose_actions(self) -> torch.Tensor:
         """Return random actions at the exploration rate, else those of the policy."""

@@ -143,7 +143,10 @@ class MjlabEnv(IsaacLabEnv):
 
 
 class Pool(SameStep, VectorEnv[Any, Any, Any]):
-    """Imitation of EnvPool: it resets rows one step late. Its ``reset`` takes indices, and returns only these rows."""
+    """Imitation of EnvPool: it resets rows one step late. Its ``reset`` takes indices, and returns only these rows.
+
+    It rejects None for its other arguments, as before version 1.2.
+    """
 
     metadata = {}  # noqa: RUF012
 
@@ -157,7 +160,8 @@ class Pool(SameStep, VectorEnv[Any, Any, Any]):
     def _info(self, rows: Any) -> dict[str, Any]:
         return {"elapsed_step": self.steps[rows].copy(), "env_id": np.arange(ROWS)[rows]}
 
-    def reset(self, env_id: Any = None, *, seed: Any = None, options: Any = None) -> Any:
+    def reset(self, env_id: Any = None, **given: Any) -> Any:
+        assert None not in given.values()
         rows = slice(None) if env_id is None else env_id
         self.episodes[rows] += 1
         self.steps[rows], self.late[rows] = 0, False
@@ -170,15 +174,7 @@ class Pool(SameStep, VectorEnv[Any, Any, Any]):
         return self.observation(slice(None)), np.ones(ROWS), done, np.zeros(ROWS, bool), self._info(slice(None))
 
 
-class OldPool(Pool):
-    """Pool whose ``reset`` rejects None, as in EnvPool before 1.2."""
-
-    def reset(self, env_id: Any = None, **given: Any) -> Any:
-        assert None not in given.values()
-        return super().reset(env_id)
-
-
-Pool.__module__ = OldPool.__module__ = "envpool.imitation"
+Pool.__module__ = "envpool.imitation"
 
 
 def without_mode(form: str | None) -> SameStep:
@@ -503,7 +499,6 @@ TABLE: dict[str, TableRow] = {
         partial(make_atari, ROWS), (SAME_STEP,), make_atari_row, ALE, steps=45, missing_infos="last"
     ),
     "EnvPool, imitation": TableRow(lambda mode: Pool(), (NEXT_STEP,), CountRow, POOL),
-    "EnvPool before 1.2, imitation": TableRow(lambda mode: OldPool(), (NEXT_STEP,), CountRow, POOL),
     "EnvPool CartPole": pool("CartPole-v1"),
     "EnvPool HalfCheetah": pool("HalfCheetah-v5"),
     "EnvPool Pong": pool("Pong-v5", infos=(*POOL, "lives"), steps=45),
@@ -599,7 +594,9 @@ class SB3Driver:
     :param infos: option of GymVecEnv; with ``"finished"``, only rows that end have infos
     """
 
-    def __init__(self, env: Any, row: TableRow, infos: str, limit: int | None = None) -> None:
+    limit = None
+
+    def __init__(self, env: Any, row: TableRow, infos: str) -> None:
         self.venv = GymVecEnv(env, infos=infos, **row.options)
         self.keys, self.all = row.infos, infos == "all"
         self.count, self.actions = self.venv.num_envs, self.venv.action_space
@@ -671,7 +668,7 @@ class TorchRLDriver:
                 spec = Composite(expanded, shape=(self.count,))
             wrapped.set_info_dict_reader(default_info_dict_reader(list(spec), spec=spec))
             wrapped.set_info_dict_reader(self._read_nested)
-        self.wrapped = wrapped
+        self.wrapped, self.limit = wrapped, limit
         self.env = wrapped if limit is None else wrapped.append_transform(StepCounter(limit))
 
     def _read_nested(self, info: Any, data: Any) -> Any:
@@ -752,6 +749,9 @@ DRIVERS: dict[str, Callable[..., Any]] = {
     "TorchRL, resets by masks": partial(TorchRLDriver, variant="masks"),
     "TorchRL, no infos": partial(TorchRLDriver, variant="no infos"),
     "TorchRL, code of GPUs": partial(TorchRLDriver, variant="GPU"),
+    "TorchRL, limit": partial(TorchRLDriver, variant="rollout", limit=4),
+    "TorchRL, limit, resets by masks": partial(TorchRLDriver, variant="masks", limit=4),
+    "TorchRL, limit, no infos": partial(TorchRLDriver, variant="no infos", limit=4),
 }
 
 
@@ -772,21 +772,16 @@ def assert_same(found: Any, expected: Any, tolerance: float, where: Any) -> None
 
 
 def compare_with_oracle(
-    row: TableRow,
-    mode: AutoresetMode,
-    library: Callable[..., Any],
-    *,
-    limit: int | None = None,
-    after_ends: bool = False,
+    row: TableRow, mode: AutoresetMode, library: Callable[..., Any], *, after_ends: bool = False
 ) -> None:
     """Step an environment and its single environments equally, and assert equal results in each step.
 
     :param library: makes a driver
-    :param limit: number of steps after which a transform truncates episodes; default: no transform
     :param after_ends: whether episodes end before the first reset, default False
     """
+    skip_without(row.needs)
     env = row.make(mode)
-    with contextlib.closing(library(env, row, limit=limit)) as stepper:
+    with contextlib.closing(library(env, row)) as stepper:
         if after_ends:
             stepper.end_episodes()
 
@@ -814,7 +809,7 @@ def compare_with_oracle(
                 last, reward, terminated, truncated, info = single.step(actions[index])
                 missing_infos = row.missing_infos if terminated or truncated else ""
                 info = {} if missing_infos == "last" else info
-                truncated = truncated or ages[index] == limit
+                truncated = truncated or ages[index] == stepper.limit
                 ended = bool(terminated or truncated)
                 assert turn.flags[index] == stepper.expected_flags(terminated, truncated), (step, index)
                 assert_same(turn.rewards[index], F32(reward), row.tolerance, (step, index, "reward"))
@@ -857,22 +852,13 @@ pytestmark = [
 IDS = [f"{name}-{mode.value}" for name, mode in CASES]
 
 
-@pytest.mark.sample(quick=24, ci=96)
+@pytest.mark.sample(quick=26, ci=112)
 @pytest.mark.parametrize("library", DRIVERS)
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
 def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library: str) -> None:
-    skip_without(TABLE[name].needs)
     if "nested" in name and "SB3" in library:
         pytest.skip("Stable Baselines3 does not support nested Dicts")
     compare_with_oracle(TABLE[name], mode, DRIVERS[library])
-
-
-@pytest.mark.sample(quick=2, ci=16)
-@pytest.mark.parametrize("variant", ["rollout", "masks", "no infos"])
-@pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
-def test_rows_truncated_by_a_transform_equal_single_environments(name: str, mode: AutoresetMode, variant: str) -> None:
-    skip_without(TABLE[name].needs)
-    compare_with_oracle(TABLE[name], mode, partial(TorchRLDriver, variant=variant), limit=4)
 
 
 SEEDED = [case for case in CASES if not case[0].startswith(("EnvPool", "final_obs"))]  # a reset does not seed these
@@ -882,9 +868,7 @@ SEEDED = [case for case in CASES if not case[0].startswith(("EnvPool", "final_ob
 @pytest.mark.parametrize("library", [name for name in DRIVERS if "," not in name])
 @pytest.mark.parametrize(("name", "mode"), SEEDED, ids=[f"{name}-{mode.value}" for name, mode in SEEDED])
 def test_full_reset_after_ended_episodes_equals_single_environments(name: str, mode: Any, library: str) -> None:
-    row = TABLE[name]
-    skip_without(row.needs)
-    compare_with_oracle(row._replace(steps=30), mode, DRIVERS[library], after_ends=True)
+    compare_with_oracle(TABLE[name]._replace(steps=30), mode, DRIVERS[library], after_ends=True)
 
 
 @pytest.mark.sample(quick=2)

@@ -13,7 +13,10 @@ from tests.jax_venv import ROOT, run_in_jax_venv
 # file imports torch.
 NOT_EXHAUSTIVE = ["-m", "not exhaustive"]
 ROWS = ["-m", "", "-k", "(EnvPool or JAX or Brax) and not registered"]
-SOME_ROWS = [*ROWS[:-1], f"{ROWS[-1]} and not masks and not finished and not infos and (rows_equal or rejected)"]
+SOME_ROWS = [
+    *ROWS[:-1],
+    f"{ROWS[-1]} and not masks and not finished and not infos and not limit and (rows_equal or rejected)",
+]
 FILES = [
     ("core/frames/test_gpu_decode.py", NOT_EXHAUSTIVE),
     ("torchrl_ext/test_jax_values.py", NOT_EXHAUSTIVE),

@@ -22,6 +22,8 @@ class Points:
     :param truncates: whether the time limit truncates episodes, else it terminates them
     :param final_obs: whether infos contain last observations
     :param discrete: whether actions are discrete
+    :param transposed: whether observations are transposed in memory, as those of gymnasium's vector CartPole. Products
+        of matrices add up in the order of their memory
     :param device: device of all tensors
     """
 
@@ -38,11 +40,12 @@ class Points:
         truncates: bool = True,
         final_obs: bool = True,
         discrete: bool = False,
+        transposed: bool = False,
         device: str = "cpu",
     ) -> None:
         self.device = device
         self.num_envs, self._length, self._as_dict, self._truncates = num_envs, length, as_dict, truncates
-        self.final_obs, self._discrete = final_obs, discrete
+        self.final_obs, self._discrete, self._transposed = final_obs, discrete, transposed
         box = spaces.Box(-np.inf, np.inf, (4,), np.float32)
         self.single_observation_space = spaces.Dict({"position": box, "velocity": box}) if as_dict else box
         self.single_action_space: Any = spaces.Discrete(3) if discrete else spaces.Box(-2, 3, (2,), np.float32)
@@ -62,7 +65,8 @@ class Points:
     def _observe(self) -> Any:
         """Write the state into the output buffer, and return views of it."""
         self._output.copy_(self._state)
-        position, velocity = self._output[:, :4], self._output[:, 4:]
+        output = self._output.t().contiguous().t() if self._transposed else self._output
+        position, velocity = output[:, :4], output[:, 4:]
         return {"position": position, "velocity": velocity} if self._as_dict else position
 
     def _draw_states(self) -> torch.Tensor:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -195,43 +196,28 @@ def test_algorithms_train_on_multi_agent_vec_env() -> None:
     env.close()
 
 
-class MixedSpaces(Race):
-    """Race whose agents have different action spaces."""
-
-    def action_space(self, agent: str) -> Any:
-        return spaces.Discrete(2 if agent == "runner_1" else 3)
-
-
-class OmittingObservation(Race):
-    """Race that returns no observation of ``runner_1`` in steps."""
-
-    def step(self, actions: Any) -> Any:
-        observations, *others = super().step(actions)
-        observations.pop("runner_1", None)
-        return observations, *others
+def make_returning(method: str, change: Any, **options: Any) -> Race:
+    """Make a race, and change what one of its methods returns."""
+    env = Race(**options)
+    called = getattr(env, method)
+    setattr(env, method, lambda *args, **given: change(called(*args, **given)))
+    return env
 
 
-class OldRace(Race):
-    """Race with PettingZoo's API before version 1.23."""
-
-    def reset(self, seed: int | None = None, options: Any = None) -> Any:
-        return super().reset(seed, options)[0]
-
-
-class OldSteps(Race):
-    """Race whose steps are those of PettingZoo's API before version 1.23."""
-
-    def step(self, actions: Any) -> Any:
-        observations, rewards, terminated, _, infos = super().step(actions)
-        return observations, rewards, terminated, infos
+def without_runner_1(result: Any) -> Any:
+    return {agent: part for agent, part in result[0].items() if agent != "runner_1"}, *result[1:]
 
 
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        *((functools.partial(OldRace, (9,) * agents), r"reset\(\) returned") for agents in (1, 2, 3)),
-        (OldSteps, r"step\(\) returned"),
-        (OmittingObservation, "nothing for the agent 'runner_1'"),
+        # PettingZoo's API before version 1.23
+        *(
+            (functools.partial(make_returning, "reset", itemgetter(0), deaths=(9,) * agents), r"reset\(\) returned")
+            for agents in (1, 2, 3)
+        ),
+        (functools.partial(make_returning, "step", itemgetter(0, 1, 2, 4)), r"step\(\) returned"),
+        (functools.partial(make_returning, "step", without_runner_1), "nothing for the agent 'runner_1'"),
     ],
 )
 def test_invalid_results_are_refused(build: Any, said: str) -> None:
@@ -241,8 +227,9 @@ def test_invalid_results_are_refused(build: Any, said: str) -> None:
 
 
 def test_invalid_environments_and_options_are_refused() -> None:
+    spaces_of_agents = iter([spaces.Discrete(3), spaces.Discrete(2)])
     with pytest.raises(InvalidArgumentError, match="'runner_1' has the spaces"):
-        MultiAgentVecEnv([MixedSpaces])
+        MultiAgentVecEnv([functools.partial(make_returning, "action_space", lambda _: next(spaces_of_agents))])
     with pytest.raises(InvalidArgumentError, match="environment 1 has the agents"):
         MultiAgentVecEnv([Race, functools.partial(Race, (1, 2))])
     with pytest.raises(InvalidTypeError, match="None is not a parallel environment of PettingZoo"):

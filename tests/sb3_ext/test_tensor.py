@@ -59,7 +59,7 @@ def make_model(name: str, module: Any = tensor, env: Any = None, *, normalized: 
 
     :param options: of Points, and of the algorithm
     """
-    names = ("as_dict", "truncates", "num_envs", "length", "final_obs")
+    names = ("as_dict", "truncates", "num_envs", "length", "final_obs", "transposed")
     of_env = {key: options.pop(key) for key in names if key in options}
     if env is None:
         env = make_env(module is tensor, normalized=normalized, discrete=name == "DQN", **of_env)
@@ -116,23 +116,6 @@ def make_any_spaces(module: Any, name: str, key: str) -> Any:
     observations, actions = SPACES[key]
     actions = ACTIONS if name == "SAC" and not isinstance(actions, spaces.Box) else actions
     return GymVecEnv(AnySpaces(observations, actions), tensors=module is tensor)
-
-
-class Transposed(Points):
-    """Points with transposed observations. Products of matrices add up in the order of their memory.
-
-    gymnasium's vector CartPole transposes, too.
-    """
-
-    def _observe(self) -> Any:
-        found = super()._observe()
-        parts = found if self._as_dict else {"": found}
-        parts = {key: part.t().contiguous().t() for key, part in parts.items()}
-        return parts if self._as_dict else parts[""]
-
-
-def make_transposed(module: Any, *, as_dict: bool) -> Any:
-    return GymVecEnv(Transposed(as_dict=as_dict, num_envs=16), tensors=module is tensor)
 
 
 def make_of_arrays(module: Any, env_id: str, *, normalized: bool) -> Any:
@@ -228,7 +211,7 @@ WEIGHTS: list[tuple[str, int, Callable[[Any], Any] | None, dict[str, Any]]] = [
     *((name, 80, partial(make_any_spaces, name=name, key=key), {}) for name in ("PPO", "SAC") for key in SPACES),
     *((name, 120, None, options) for name, options in VARIANTS),
     *(
-        (name, 320, partial(make_transposed, as_dict=as_dict), {})
+        (name, 320, None, {"transposed": True, "as_dict": as_dict, "num_envs": 16})
         for name, as_dict in product(["PPO", "SAC"], [True, False])
     ),
     *(
@@ -378,7 +361,7 @@ def test_environments_in_inference_mode_and_with_gradients(name: str) -> None:
         model = make_model(name, env=env).learn(64)
         assert_equal_weights(model, expected)
         buffer = model.rollout_buffer if name == "PPO" else model.replay_buffer
-        stored = [model._last_obs, env._episode_returns, *vars(buffer).values()]
+        stored = [model._last_obs, env._stepper._returns, *vars(buffer).values()]
         assert not any(part.requires_grad for part in stored if isinstance(part, torch.Tensor))
 
 
@@ -593,16 +576,24 @@ def test_normalized_rewards_and_observations_are_undone_as_by_vec_normalize() ->
 # -- callbacks, predictions
 
 
-class Watch(BaseCallback):
-    """Callback that reads the local variables of Stable Baselines3."""
+class Recorder(BaseCallback):
+    """Callback that records infos of 30 steps, and the episode statistics that the algorithm has after rollouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.infos: list[Any] = []
+        self.found: list[Any] = []
 
     def _on_step(self) -> bool:
-        names = {"infos", "dones", "rewards", "new_obs", "env"}
-        assert names <= self.locals.keys()
-        self.episodes = getattr(self, "episodes", []) + [
-            info["episode"] for info in self.locals["infos"] if "episode" in info
-        ]
+        assert {"infos", "dones", "rewards", "new_obs", "env"} <= self.locals.keys()
+        self.infos += [info["episode"] for info in self.locals["infos"] if "episode" in info]
         return self.n_calls < 30
+
+    def _on_rollout_end(self) -> None:
+        episodes = [(info["r"], info["l"]) for info in self.model.ep_info_buffer]  # type: ignore[union-attr]
+        self.found.append((episodes, list(self.model.ep_success_buffer), self.model._episode_num))  # type: ignore[arg-type]
+
+    _on_training_end = _on_rollout_end
 
 
 @pytest.mark.filterwarnings("ignore:rich is experimental", "ignore:Evaluation environment is not wrapped")
@@ -612,10 +603,10 @@ def test_callbacks_of_sb3_work(name: str, tmp_path: Path) -> None:
     options: Any = {"eval_freq": 15, "n_eval_episodes": 2, "best_model_save_path": str(tmp_path), "verbose": 0}
     evaluation = EvalCallback(VecNormalize(make_env(False), training=False), **options)
     saving = CheckpointCallback(20, str(tmp_path), save_replay_buffer=True, save_vecnormalize=True)
-    watch = Watch()
-    model.learn(2000, [evaluation, saving, watch, StopTrainingOnMaxEpisodes(1000)], progress_bar=True)
+    recorder = Recorder()
+    model.learn(2000, [evaluation, saving, recorder, StopTrainingOnMaxEpisodes(1000)], progress_bar=True)
     assert model.num_timesteps == 120
-    assert watch.episodes
+    assert recorder.infos
     assert np.isfinite(evaluation.last_mean_reward)
     assert (tmp_path / "best_model.zip").exists()
     assert getattr(sb3, name).load(tmp_path / "rl_model_80_steps.zip", device="cpu").num_timesteps == 80
@@ -641,30 +632,13 @@ def test_evaluation_environments_are_wrapped_like_training_environments(on_array
     assert np.isfinite(rewards[0])
 
 
-class EpisodeRecorder(BaseCallback):
-    """Callback that records the episode statistics that the algorithm has after each rollout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Any] = []
-
-    def _on_step(self) -> bool:
-        return self.n_calls < 30
-
-    def _on_rollout_end(self) -> None:
-        episodes = [(info["r"], info["l"]) for info in self.model.ep_info_buffer]  # type: ignore[union-attr]
-        self.found.append((episodes, list(self.model.ep_success_buffer), self.model._episode_num))  # type: ignore[arg-type]
-
-    _on_training_end = _on_rollout_end
-
-
 @pytest.mark.parametrize("name", ["PPO", "SAC"])
 @pytest.mark.parametrize("steps", [64, 2000])
 def test_callbacks_see_the_episodes_of_a_rollout_at_its_end(name: str, steps: int) -> None:
     """Also at the end of training, after all steps or when a callback stops it."""
     found = []
     for module in (tensor, sb3):
-        recorder = EpisodeRecorder()
+        recorder = Recorder()
         make_model(name, module, length=5).learn(steps, recorder)
         found.append(recorder.found)
     assert found[0] == found[1]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import operator
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from rl_ext_core.vector.array_frameworks import leaves, map_arrays
+from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.vector.array_frameworks import map_arrays
 from sb3_ext.tensor import TensorReplayBuffer
 from tests.interrupts import interrupt_everywhere
 from tests.sb3_ext.buffer_envs import assert_same_draws
@@ -108,40 +107,3 @@ def test_an_interrupted_add_leaves_other_transitions_as_they_were() -> None:
         if buffer.pos == 1:
             buffer.add(np.full((2, 2), 5), np.full((2, 2), 6), *row)
         assert buffer.next_observations[:2, 0, 0].tolist() in ([2, 4], [2, 6]), where
-
-
-def nbytes_of(buffer: TensorReplayBuffer) -> int:
-    tensors = [*vars(buffer).values(), *vars(buffer._last).values()]
-    return sum(part.nbytes for value in tensors for part in leaves(value) if isinstance(part, torch.Tensor))
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.sampled_from([BOX, DICT]), st.integers(1, 9), st.integers(1_000, 300_000))
-def test_max_bytes_is_kept(space: spaces.Space[Any], n_envs: int, max_bytes: int) -> None:
-    """The buffer takes most of the limit and no more, also after it was saved and loaded."""
-    buffer = TensorReplayBuffer(10**9, space, ACTIONS, "cpu", n_envs, max_bytes=max_bytes)
-    generator = np.random.default_rng(0)
-    for _ in range(3):
-        episode = [draw(space, generator, n_envs) for _ in range(9)]
-        for pair in pairwise(episode):
-            buffer.add(*pair, np.zeros((n_envs, 1)), np.zeros(n_envs), np.zeros(n_envs), [{}] * n_envs)
-    loaded = TensorReplayBuffer.from_arrays(buffer.to_arrays(), torch.device("cpu"))
-    assert nbytes_of(loaded) == nbytes_of(buffer) <= max_bytes
-    assert max_bytes < 20_000 or nbytes_of(buffer) > 0.8 * max_bytes
-
-
-def test_max_bytes_refuses_what_does_not_fit() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"max_bytes=50 .* Use max_bytes=\d+"):
-        TensorReplayBuffer(1000, BOX, ACTIONS, "cpu", 2, max_bytes=50)
-    with pytest.raises(InvalidTypeError, match="max_bytes='8GB' must be a whole number"):
-        TensorReplayBuffer(1000, BOX, ACTIONS, "cpu", 2, max_bytes="8GB")
-    buffer = TensorReplayBuffer(1000, BOX, ACTIONS, "cpu", 2, max_bytes=10_000)
-
-    def add_until_full() -> None:
-        """Add transitions that end their episodes."""
-        for step in range(1000):
-            buffer.add(np.full((2, 2), step), np.full((2, 2), -step), np.ones((2, 1)), np.ones(2), np.ones(2), [{}] * 2)
-
-    with pytest.raises(OutOfMemoryError, match=r"episodes of 8 steps or more.* Leave max_bytes out"):
-        add_until_full()
-    assert torch.equal(buffer.next_observations[: buffer.pos], -buffer.observations[: buffer.pos])
