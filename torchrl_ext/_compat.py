@@ -1,16 +1,18 @@
 """Checks for private names of TorchRL and TensorDict, and fallbacks without them.
 
-The names are looked up at import, in the code of the classes' modules. That code also contains the names of instance
+The names are looked up at import, in the text of the classes' modules. That text also contains the names of instance
 attributes. If a name is missing, TorchRL's public, slower methods are used, and one warning names the versions.
 """
 
 from __future__ import annotations
 
-import importlib
+import re
+import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import tensordict
@@ -23,11 +25,11 @@ from torchrl.envs import EnvBase
 from torchrl.envs.libs.gym import GymWrapper
 
 __all__ = [
+    "HAS_FAST_PATH",
+    "HAS_SLICE_SAMPLER",
+    "HAS_WRAPPER",
     "BaseStepMixin",
     "find_getter",
-    "has_fast_path",
-    "has_slice_sampler",
-    "has_wrapper",
     "is_sampler",
     "new_tensordict",
     "register_without_replacement",
@@ -48,43 +50,27 @@ _WRAPPER_NAMES = """
     _check_kwargs _validate_env _is_batched _get_batch_size _make_specs _make_done_spec
     _categorical_action_encoding _env _step _reset _conversion_registry _gym_to_torchrl_spec_transform
 """
+_PLAIN_WRAPPER = "torchrl_ext.GymWrapper is TorchRL's own, and has none of this package's options"
 
 # SliceSampler overrides or reads these attributes of TorchRL's sampler, and of its storages.
 _SLICE_SAMPLER_NAMES = """
     _get_stop_and_length _cache _fetch_traj _used_traj_key end_key end_keys mark_update _REPLACEMENT_DISPATCH
 """
 _TRACKED_STORAGE_NAMES = "_mutation_revision _last_cursor_index _is_full _compilable _storage"
-
-
-def _iterate_names(constants: Iterable[Any]) -> Iterator[str]:
-    """Yield all names and strings in code objects, including nested ones."""
-    for constant in constants:
-        if isinstance(constant, types.CodeType):
-            yield from constant.co_names
-            yield from _iterate_names(constant.co_consts)
-        elif isinstance(constant, tuple):
-            yield from _iterate_names(constant)
-        elif isinstance(constant, str):  # getattr(self, "_name", None)
-            yield constant
+_PLAIN_SAMPLER = "torchrl_ext.SliceSampler is TorchRL's own, which reads all elements again after each write"
 
 
 @cache
-def _collect_names(cls: type) -> frozenset[str]:
-    """Collect the names in the code of the modules that define a class and its bases."""
-    # Packages set the __module__ of classes that they export to their own name, but not that of methods.
-    bases = [base for base in cls.__mro__ if base.__module__.startswith(("torchrl.", "tensordict."))]
-    methods = [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
-    modules = {
-        part.__module__ for part in [*bases, *methods] if part.__module__.startswith(("torchrl.", "tensordict."))
-    }
-    specs = [importlib.import_module(name).__spec__ for name in modules]
-    return frozenset(_iterate_names(spec.loader.get_code(spec.name) for spec in specs))  # type: ignore[union-attr]
+def _read_source(cls: type) -> str:
+    """Return the text of the modules that define the methods of a class and its bases."""
+    methods = [value for base in cls.__mro__ for value in vars(base).values() if isinstance(value, types.FunctionType)]
+    modules = {part.__module__ for part in methods if part.__module__.startswith(("torchrl.", "tensordict."))}
+    return "\n".join(Path(str(sys.modules[name].__file__)).read_text("utf-8") for name in modules)
 
 
-@cache
 def _has_all_names(cls: type, names: str, consequence: str) -> bool:
     """Return whether a class of TorchRL uses all these names; warn if not."""
-    missing = [name for name in names.split() if name not in _collect_names(cls)]
+    missing = [name for name in names.split() if not re.search(rf"\b{name}\b", _read_source(cls))]
     if missing:
         versions = f"torchrl {torchrl.__version__}, tensordict {tensordict.__version__}"
         warnings.warn(
@@ -96,28 +82,14 @@ def _has_all_names(cls: type, names: str, consequence: str) -> bool:
     return not missing
 
 
-def has_fast_path() -> bool:
-    """Return whether steps on plain TensorDicts can take the fast path.
-
-    If not, ``EnvBase``'s steps are used.
-    """
-    return _has_all_names(GymWrapper, _FAST_PATH_NAMES, _SLOW_STEPS) & _has_all_names(
-        TensorDict, _TENSORDICT_NAMES, _SLOW_STEPS
-    )
-
-
-def has_wrapper() -> bool:
-    """Return whether TorchRL's wrapper can be extended. If not, it is used unchanged."""
-    consequence = "torchrl_ext.GymWrapper is TorchRL's own, and has none of this package's options"
-    return _has_all_names(GymWrapper, _WRAPPER_NAMES, consequence)
-
-
-def has_slice_sampler() -> bool:
-    """Return whether TorchRL's slice sampler can be extended. If not, it is used unchanged."""
-    consequence = "torchrl_ext.SliceSampler is TorchRL's own, which reads all elements again after each write"
-    return _has_all_names(samplers.SliceSampler, _SLICE_SAMPLER_NAMES, consequence) & _has_all_names(
-        TensorStorage, _TRACKED_STORAGE_NAMES, consequence
-    )
+_HAS_TENSORDICT_NAMES = _has_all_names(TensorDict, _TENSORDICT_NAMES, _SLOW_STEPS)
+# Whether steps on plain TensorDicts can take the fast path. If not, EnvBase's steps are used.
+HAS_FAST_PATH = _has_all_names(GymWrapper, _FAST_PATH_NAMES, _SLOW_STEPS) and _HAS_TENSORDICT_NAMES
+# Whether TorchRL's wrapper and its slice sampler can be extended. If not, they are used unchanged.
+HAS_WRAPPER = _has_all_names(GymWrapper, _WRAPPER_NAMES, _PLAIN_WRAPPER)
+HAS_SLICE_SAMPLER = _has_all_names(samplers.SliceSampler, _SLICE_SAMPLER_NAMES, _PLAIN_SAMPLER) and _has_all_names(
+    TensorStorage, _TRACKED_STORAGE_NAMES, _PLAIN_SAMPLER
+)
 
 
 class BaseStepMixin(EnvBase):
@@ -137,7 +109,7 @@ def find_getter(tensordict: TensorDictBase) -> Callable[..., Any]:
     return tensordict.get
 
 
-if _has_all_names(TensorDict, _TENSORDICT_NAMES, _SLOW_STEPS):
+if _HAS_TENSORDICT_NAMES:
     _new = TensorDict._new_unsafe
 
     def new_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:

@@ -96,6 +96,15 @@ def test_reset_options_reach_environments_that_have_autoreset(mode: str) -> None
     assert seen == [{"low": 1}]
 
 
+def test_rows_are_not_reset_again_after_a_change_of_the_specs() -> None:
+    inner = make_vector_env([partial(Walk, 2, 2), partial(Walk, 9, 9)], 2, "SameStep")
+    env = GymWrapper(inner)
+    data = env.step_mdp(env.rollout(2)[:, -1])
+    begun = inner.envs[0].episode
+    env.reward_spec = env.reward_spec.clone()
+    assert env.reset(data.set("_reset", data["done"].clone()))["observation"][0, :2].tolist() == [begun, 0]
+
+
 # -- which mode
 
 

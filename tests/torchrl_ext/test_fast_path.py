@@ -163,8 +163,8 @@ def test_replaced_methods_are_called(name: str, owner: str, monkeypatch: pytest.
     if owner == "instance":
         monkeypatch.setattr(env, name, count_calls(calls, getattr(env, name)))
     elif owner == "TorchRL's class":
-        if not hasattr(EnvBase, name) or name in vars(GymWrapper):
-            return
+        if next(base for base in GymWrapper.__mro__ if name in vars(base)) is not EnvBase:
+            return  # Python does not call it either
         monkeypatch.setattr(EnvBase, name, count_calls(calls, getattr(EnvBase, name)))
     found = seeded_rollout(env, 30)
     assert len(calls) > 2

@@ -82,16 +82,16 @@ def test_previous_observation_survives_edits_of_the_data() -> None:
 
 FAULTS: dict[str, tuple[str, Any, str]] = {
     "none for one that is done": ("objects", lambda final: np.full(2, None, object), "has no entry for .*0"),
-    "of another shape": ("list", lambda final: [np.zeros(4)] * 2, r"shape \(1, 4\).*\(1, 3\)"),
+    "of another shape": ("list", lambda final: [np.zeros(4)] * 2, r"final_obs obs.*shape \(1, 4\).*\(1, 3\)"),
     "of one number, which would be spread": ("list", lambda final: [np.zeros(1)] * 2, r"shape \(1, 1\).*\(1, 3\)"),
     "too few": ("list", lambda final: [np.zeros(3)] * 3, "3 rows; expected 2"),
-    "no nested dict": ("nested", lambda final: {"kind": final["kind"]}, "no 'inner'.*holds.*kind"),
+    "no nested dict": ("nested", lambda final: {"kind": final["kind"]}, r"final_obs 'inner' is missing: .*\['kind'\]"),
     "no nested entry": (
         "nested",
         lambda final: {**final, "inner": {"place": final["inner"]["place"]}},
-        "no 'inner._private'",
+        "final_obs 'inner._private' is missing",
     ),
-    "an entry for a dict": ("nested", lambda final: {**final, "inner": final["kind"]}, "final_obs inner is of type"),
+    "an entry for a dict": ("nested", lambda final: {**final, "inner": final["kind"]}, "final_obs 'inner' is of type"),
     "fractions": ("nested", lambda final: {**final, "kind": final["kind"] + 0.5}, "final_obs kind.*float.*int64"),
 }
 
@@ -226,22 +226,21 @@ def test_auto_register_info_dict_registers_numbers_of_all_dtypes(name: str, mode
     assert torch.equal(after["value"], expected.expand(*after.batch_size, *expected.shape))
 
 
-@pytest.mark.parametrize("count", [None, 2])
+@pytest.mark.parametrize("mode", [None, "SameStep"])
 @pytest.mark.parametrize("value", ["left", object(), [1, [2, 3]]], ids=lambda value: type(value).__name__)
-def test_infos_that_are_not_numbers_are_rejected(value: Any, count: int | None) -> None:
+def test_infos_that_are_not_numbers_are_skipped_or_rejected_if_named(value: Any, mode: str | None) -> None:
     def make_env() -> Any:
         return report_info(Walk(3, 3), "value", lambda: value)
 
     def wrap_env() -> Any:
-        return GymWrapper(make_vector_env(make_env, count, "SameStep") if count else make_env())
+        return GymWrapper(make_vector_env(make_env, 2, mode) if mode else make_env())
 
-    with pytest.raises(EnvironmentOutputError, match=r"info 'value' .*Name the keys to read: ") as caught:
-        wrap_env().auto_register_info_dict()
-    env = wrap_env()
-    eval(str(caught.value).rpartition("read: ")[2], {**globals(), "env": env})
-    after = env.rollout(5, break_when_any_done=False)["next"]
+    after = wrap_env().auto_register_info_dict().rollout(5, break_when_any_done=False)["next"]
     assert after["age"].any()
     assert "value" not in after
+    env = wrap_env().set_info_dict_reader(default_info_dict_reader(["value"]))
+    with pytest.raises(EnvironmentOutputError, match=r"info 'value' .*expected numbers.*Use env.set_info_dict_reader"):
+        env.rollout(2)
 
 
 def test_scalar_info_of_a_batch_is_rejected() -> None:

@@ -170,15 +170,6 @@ def test_samples_of_transformed_specs_stay_finite(name: str) -> None:
     assert torch.equal(spec.project(samples[0] * 0 + 1e9)[..., 3:], torch.ones_like(samples[0][..., 3:]))
 
 
-def test_random_actions_of_half_bounded_boxes_are_finite() -> None:
-    nested = GymWrapper(SamplingEnv(box(2), spaces.Dict(a=spaces.Dict(b=MIXED), c=spaces.Discrete(2))))
-    check_samples(torch.stack([nested.rand_action()["a", "b"] for _ in range(300)]))
-    batch = GymWrapper(make_vector_env(lambda: SamplingEnv(MIXED, MIXED), 5, "SameStep"))
-    check_samples(torch.stack([batch.rand_action()["action"] for _ in range(100)]))
-    for env in (nested, batch):
-        check_env_specs(env)
-
-
 # -- clip_actions
 
 
@@ -428,15 +419,17 @@ BOARDS = [((3, 4), None), ((2, 2), [5, -1]), ((2, 3, 2), None)]
 
 @pytest.mark.sample(quick=4)
 @pytest.mark.parametrize("categorical", [False, True])
-@pytest.mark.parametrize("mode", [None, "SameStep"])
+@pytest.mark.parametrize("kind", ["single", "torch", "batch", "torch batch"])
 @pytest.mark.parametrize(("shape", "start"), BOARDS)
 def test_action_masks_of_multidiscrete_spaces_are_respected(
-    shape: Any, start: Any, mode: str | None, categorical: bool
+    shape: Any, start: Any, kind: str, categorical: bool
 ) -> None:
-    make, size = partial(Board, shape, start), int(np.prod(shape))
-    inner = make_vector_env(make, 2, mode) if mode else make()
+    make, size, is_batch = partial(Board, shape, start), int(np.prod(shape)), "batch" in kind
+    inner = make_vector_env(make, 2, "NextStep") if is_batch else make()
+    if "torch" in kind:
+        inner = (gymnasium.wrappers.vector if is_batch else gymnasium.wrappers).NumpyToTorch(inner)
     env = GymWrapper(inner, categorical_action_encoding=categorical)
-    if mode:  # TorchRL makes this spec for single environments only
+    if is_batch:  # TorchRL makes this spec for single environments only
         lead = env.batch_size
         env.action_spec = Categorical(size, shape=lead) if categorical else OneHot(size, shape=(*lead, size))
     env = TransformedEnv(env)
@@ -444,26 +437,11 @@ def test_action_masks_of_multidiscrete_spaces_are_respected(
     env.append_transform(FlattenObservation(-len(shape), -1, in_keys=["action_mask"]))
     env.append_transform(ActionMask())
     rollout = env.rollout(2 * size, break_when_any_done=False)
-    assert rollout["next", "done"].sum() == 2 * (2 if mode else 1)
+    assert rollout["next", "done"].sum() == 2 * (2 if is_batch else 1)
     indices = rollout["action"] if categorical else rollout["action"].long().argmax(-1)
     places = torch.stack(torch.unravel_index(indices, shape), -1)
     taken = rollout["next", "observation"] - rollout["observation"]
     assert torch.equal(taken.nonzero()[:, -len(shape) :], places.reshape(-1, len(shape)))
-
-
-@pytest.mark.parametrize("count", [None, 2])
-def test_joint_choice_of_multidiscrete_is_decoded_in_torch(count: int | None) -> None:
-    space = spaces.MultiDiscrete([3, 4], start=[1, 0])
-    inner, _ = make_env(space, count, True)
-    masks = spaces.Box(0, 1, (3, 4), np.bool_)
-    if count is None:
-        inner = gymnasium.wrappers.NumpyToTorch(SamplingEnv(spaces.Dict(o=box(2), action_mask=masks), space))
-    env = GymWrapper(inner, categorical_action_encoding=True)
-    if count:
-        env.action_spec = Categorical(12, shape=env.batch_size)
-    env.step(env.reset().set("action", torch.full(env.batch_size, 7)))
-    got = inner.unwrapped.received[-1]
-    assert np.array_equal(np.asarray(got), np.broadcast_to([2, 3], (*env.batch_size, 2)))
 
 
 def test_wrong_number_of_joint_choices_is_rejected() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from tensordict import TensorDictBase
-from torchrl.data import Composite, OneHot
+from gymnasium.spaces import Dict
+from tensordict import TensorDict
+from torchrl.data import Composite
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.array_frameworks import keep_freed_memory
 from rl_ext_core.vector.spaces import device_of
 from rl_ext_core.vector.stepper import (
@@ -21,24 +22,15 @@ from rl_ext_core.vector.stepper import (
     drop_final_keys,
 )
 from torchrl_ext._compat import new_tensordict
-from torchrl_ext.gym.infos import merge_infos
-from torchrl_ext.gym.io import (
-    compile_action,
-    compile_flags,
-    compile_observation,
-    compile_one_hot,
-    compile_reward,
-    compile_value,
-    key_in_env,
-    subtract_start,
-    zero_flags,
-)
+from torchrl_ext.gym.io import compile_action, compile_flags, compile_observation, compile_reward, zero_flags
+from torchrl_ext.gym.specs import SingleSpaces
 
-__all__ = ["Engine", "refuse_frame_skip"]
+__all__ = ["Engine", "fill_rows", "refuse_frame_skip"]
 
 Entries = dict[str, Any]
-Leaves = dict[str, Any]  # specs, in dicts that are nested like the observations
 Step = tuple[Any, ...]
+# Mask of rows (None: all), the observations of all rows, and the info (None: lost).
+ResetPart = tuple[torch.Tensor | None, Entries, Any]
 
 
 class Engine:
@@ -58,33 +50,37 @@ class Engine:
     state.
 
     :param wrapper: wrapper with the environment, the options and the specs, which are read once
+    :param single: spaces of one sub-environment
     :param observation: spec of the environment's observations, with batch dimensions, without infos
     :param key: key of the observation, if it is not a dict; else None
     :param env_type: ``"numpy"``, ``"torch"`` or ``"jax"``
     """
 
-    def __init__(self, wrapper: Any, observation: Composite, key: str | None, env_type: str) -> None:
+    def __init__(
+        self, wrapper: Any, single: SingleSpaces, observation: Composite, key: str | None, env_type: str
+    ) -> None:
         refuse_frame_skip(wrapper)
-        options, (self._starts, action_starts) = wrapper.__dict__["_options"], wrapper.__dict__["_starts"]
+        options, (starts, action_starts) = wrapper.__dict__["_options"], single.starts
         self.env, self.frame_skip = wrapper._env, wrapper.wrapper_frame_skip
         self.batch_size, self.device = wrapper.batch_size, wrapper.device
         env, batch_size, device, keys = self.env, self.batch_size, self.device, wrapper.action_keys
-        self._leaves, self._key, self._missing_final_obs = _nested_specs(observation), key, options["missing_final_obs"]
-        self._keys = tuple(self._leaves)
-        self.nested_keys = tuple(name for name, part in self._leaves.items() if isinstance(part, dict))
+        self._keys, self._missing_final_obs = tuple(observation.keys()), options["missing_final_obs"]
+        self.nested_keys = tuple(name for name, part in observation.items() if isinstance(part, Composite))
         # None if the environment's action is a dict.
-        self.action_key = keys[0] if len(keys) == 1 and not wrapper.__dict__["_takes_dict"] else None
+        self.action_key = keys[0] if len(keys) == 1 and not isinstance(single.action_space, Dict) else None
         env_device = device_of(env)
         self._decode = compile_action(
             wrapper.full_action_spec if self.action_key is None else wrapper.full_action_spec[self.action_key],
-            space=wrapper.__dict__["_action_space"],
+            # A MultiDiscrete of the batch has a part per sub-environment.
+            space=None if single.is_batched else single.action_space,
             env_type=env_type,
             batch_size=batch_size,
             clip=options["clip_actions"],
             device=env_device if env_device != device else None,
             start=action_starts,
         )
-        self._read = compile_observation(observation, key=key, device=device, copy=options["copy"], starts=self._starts)
+        compile_reader = partial(compile_observation, observation, key=key, device=device, starts=starts)
+        self._read, self._read_final = compile_reader(copy=options["copy"]), compile_reader(copy=False, is_final=True)
         self._reward = compile_reward(wrapper.reward_spec, device=device)
         is_finite = _has_finite_horizon(env, options["finite_horizon"])
         self._flags = compile_flags(batch_size, device=device, finite_horizon=is_finite)
@@ -132,7 +128,7 @@ class Engine:
         rows, final = self._final_observation(rows, mask, info)
         if self._stepper.resets_in_step:
             observations = {key: data[key] for key in self._keys}
-            data.update(_overwrite_rows(self._leaves, observations, mask, rows, final))
+            data.update(_overwrite_rows(observations, mask, rows, final))
             self._pending = (mask.clone(), observations, info)
         return data, True, info
 
@@ -151,21 +147,15 @@ class Engine:
         for _ in range(self.frame_skip):
             # decoded in every step, because the environment may have edited its action
             observation, reward, terminated, truncated, info = self._step_once(action)
-            try:
-                total = total + reward
-                done = terminated | truncated
-            except TypeError:
-                raise EnvironmentOutputError(
-                    f"step() returned the reward {reward!r} and the flags {terminated!r} and {truncated!r}; expected "
-                    "numbers or arrays. Return them as gymnasium does: observation, reward, terminated, truncated, info"
-                ) from None
-            if done.any() if hasattr(done, "any") else done:
+            self._reward(reward)  # raises an error if it cannot be added
+            total = total + reward
+            if self._flags(terminated, truncated)[1]:
                 break
         return observation, total, terminated, truncated, info
 
     def _final_observation(
         self, rows: torch.Tensor | None, mask: torch.Tensor, info: Any
-    ) -> tuple[torch.Tensor | None, Any]:
+    ) -> tuple[torch.Tensor | None, Entries | None]:
         """Return final observations and the indices of their rows.
 
         :return: the indices (None: there is an observation for every row), and the final observations (None: they are
@@ -175,66 +165,56 @@ class Engine:
         if rows is None:
             final = find(None, info)
             is_lost = final is None and self._missing_final_obs == "error" and bool(mask.any())
-            if is_lost or (final is not None and not (self._starts is None and _has_row_per_env(final, mask.numel()))):
+            if is_lost or (final is not None and not _has_row_per_env(final, mask.numel())):
                 rows = mask.nonzero().view(-1)
         if rows is not None:
             final = find(rows, info)
-        if self._starts is not None:
-            final = subtract_start(final, self._starts)
-        return rows, final if self._key is None or final is None else {self._key: final}
+        return rows, None if final is None else self._read_final(final)
 
-    def info_of_step(self, info: Any) -> Any:
-        """Return the info of the last step, without that of the resets after it.
+    def split_info(self, info: Any) -> tuple[Any, torch.Tensor | None, Any]:
+        """Split the info of the last step.
 
         :param info: info that the step returned
+        :return: the info of all rows, the mask of the rows that the step has reset, and the info of their last step
         """
+        if self._stepper is None:
+            return info, None, None
         if self._pending is None:
-            return info if self._stepper is None else drop_final_keys(info)
-        rows = self._pending[0].nonzero().view(-1).tolist()
-        return merge_infos(drop_final_keys(info), self._stepper.infos(info)[0], rows, self._stepper.num_envs)
+            return drop_final_keys(info), None, None
+        return drop_final_keys(info), self._pending[0], self._stepper.infos(info)[0]
 
     # -- resets
 
-    def read_reset(self, result: Any) -> tuple[Entries, Any]:
-        """Convert the result of the environment's reset.
-
-        :return: the observations, and the info
-        """
+    def read_reset(self, result: Any) -> ResetPart:
+        """Convert the result of the environment's reset."""
         observation, info = check_result_length(result, RESET_RESULT)
         if self._stepper is not None:
             self._stepper.begin(observation)
-        return self._read(observation), info
+        return None, self._read(observation), {} if info is None else info
 
-    def reset(self, mask: torch.Tensor | None, **kwargs: Any) -> tuple[Entries, Any]:
+    def reset(self, mask: torch.Tensor | None, **kwargs: Any) -> list[ResetPart]:
         """Reset all rows, or those of a mask.
 
         :param mask: (n,) booleans; None: all. Rows that the last step reset are not reset again, unless there are
             ``kwargs``
         :param kwargs: arguments of the environment's reset
-        :return: the observations of all rows, and the info
+        :return: parts, of which each replaces rows of those before it
         """
-        pending = None if kwargs else self._pending
+        pending, self._pending = None if kwargs else self._pending, None
         if mask is None or (pending is None and bool(mask.all())):
-            self._pending = None
-            return self.read_reset(self.env.reset(**kwargs))
+            return [self.read_reset(self.env.reset(**kwargs))]
         if pending is None:
-            return self._reset_rows(mask, **kwargs)
-        self._pending = None
+            return [(None, *self._reset_rows(mask, **kwargs))]
         done, observations, info = pending
-        left, count = mask & ~done, self._stepper.num_envs
         following = self._stepper.infos(info)[1]
-        if following is None or isinstance(following, list):
-            rest = drop_final_keys(info)
-            if isinstance(rest, dict):  # statistics belong to the episodes that ended
-                rest = {key: value for key, value in rest.items() if key not in STATISTICS}
-            following = merge_infos(rest, following, done.nonzero().view(-1).tolist(), count)
-        info = following
-        if not left.any():
-            return observations, info
-        fresh, new_info = self._reset_rows(left)
-        rows = left.nonzero().view(-1)
-        merged = merge_infos(info, new_info, rows.tolist(), count)
-        return _overwrite_rows(self._leaves, observations, left, rows, fresh), merged
+        if isinstance(following, list):
+            following = [part or {} for part in following]
+        parts: list[ResetPart] = [(None, observations, following)]
+        if following is None:  # other rows keep the info of the step, without statistics of episodes that ended
+            rest = {key: value for key, value in drop_final_keys(info).items() if key not in STATISTICS}
+            parts = [(None, observations, rest), (done, observations, None)]
+        left = mask & ~done
+        return [*parts, (left, *self._reset_rows(left))] if left.any() else parts
 
     def reset_done(self, data: Entries) -> Entries:
         """Reset what is done after a step.
@@ -243,43 +223,28 @@ class Engine:
         :return: the observations of all rows
         """
         if not self.batch_size:
-            return self.read_reset(self.env.reset())[0]
+            return self.read_reset(self.env.reset())[1]
         if self._pending is not None:
             observations, self._pending = self._pending[1], None
             return observations
         mask = data["done"].view(-1)
         rows = mask.nonzero().view(-1) if self.rows is None else self.rows
         before = {key: data[key] for key in self._keys}
-        if not len(rows):
-            return before
-        return _overwrite_rows(self._leaves, before, mask, rows, self.reset(mask)[0])
+        return _overwrite_rows(before, mask, rows, self.reset(mask)[0][1]) if len(rows) else before
 
     def _reset_rows(self, mask: torch.Tensor, **kwargs: Any) -> tuple[Entries, Any]:
         """Reset some rows. The returned observations of other rows are undefined."""
-        self._pending = None
         observation, info = self._stepper.reset(mask.cpu().numpy(), **kwargs)
-        return self._read(observation), info
+        return self._read(observation), {} if info is None else info
 
     def make_unset_flags(self) -> tuple[torch.Tensor, ...]:
         """Make the flags done, terminated and truncated after a reset: all False."""
         return zero_flags((*self.batch_size, 1), self.device)
 
-    # -- state that is carried to a copy, or to another device
-
-    @property
-    def carried_state(self) -> Any:
-        """State that the next call needs of the last one; None if there is none."""
-        current = None if self._stepper is None else self._stepper.current
-        return None if current is None and self._pending is None else (current, self._pending)
-
-    def restore_carried_state(self, carried_state: Any) -> None:
-        """Restore the state of another engine of the same environment, maybe on another device."""
-        if carried_state is not None:
-            self._stepper.current, pending = carried_state
-            if pending is not None and self.device is not None:
-                mask, observations, info = pending
-                pending = mask.to(self.device), {k: v.to(self.device) for k, v in observations.items()}, info
-            self._pending = pending
+    def continue_episodes(self, last: Engine | None) -> None:
+        """Take over the state of the last engine, if only specs or options have changed since."""
+        if last is not None and last.env is self.env and last.device == self.device:
+            self._stepper, self._pending = last._stepper, last._pending
 
 
 def refuse_frame_skip(wrapper: Any) -> None:
@@ -319,74 +284,40 @@ def _has_row_per_env(final: Any, count: int) -> bool:
     return isinstance(final, torch.Tensor) and final.shape[:1] == (count,)
 
 
-def _nested_specs(spec: Composite) -> Leaves:
-    """Convert a Composite to nested dicts, which are much faster to iterate."""
-    return {key: _nested_specs(part) if isinstance(part, Composite) else part for key, part in spec.items()}
-
-
-def _overwrite_rows(
-    leaves: Leaves, target: Any, mask: torch.Tensor, rows: torch.Tensor | None, values: Any, path: tuple[str, ...] = ()
-) -> Entries:
+def _overwrite_rows(target: Any, mask: torch.Tensor, rows: torch.Tensor | None, values: Any) -> Entries:
     """Copy observations, and overwrite some rows of the copies.
 
-    :param leaves: specs of the observations
     :param target: the observations
     :param mask: (n,) booleans of the rows to overwrite
     :param rows: indices of these rows; None: unknown, because reading the mask would wait for the GPU
     :param values: observations of all rows, or of ``rows`` only; None: lost, which writes NaN (zero for integers)
-    :param path: keys of the dicts that contain the observations, for errors
-    :raises EnvironmentOutputError: If the values do not fit the specs.
     """
     result: Entries = {}
-    for key, part in leaves.items():
-        old, new, here = target[key], None if values is None else _entry(values, key, path), (*path, key)
-        if isinstance(part, dict):
-            result[key] = new_tensordict(_overwrite_rows(part, old, mask, rows, new, here), old.batch_size, old.device)
-            continue
-        if new is None:
-            new = torch.full((), float("nan") if old.is_floating_point() else 0, dtype=old.dtype, device=old.device)
-            new = new.expand_as(old)
-        if rows is None:
-            wide = mask.view(-1, *([1] * (old.ndim - 1)))
-            result[key] = torch.where(wide, _convert_final(part, old, new, len(mask), here), old)
+    for key, old in target.items():
+        new = None if values is None else values[key]
+        if isinstance(old, TensorDict):
+            result[key] = new_tensordict(_overwrite_rows(old, mask, rows, new), old.batch_size, old.device)
+        elif new is None:
+            result[key] = fill_rows(old, mask, rows, float("nan") if old.is_floating_point() else 0)
+        elif rows is None:
+            result[key] = torch.where(_expand_mask(mask, old), new, old)
         else:
-            if type(new) is np.ndarray and old.is_cpu and new.shape[1:] == old.shape[1:] and len(new) == len(rows):
-                filled = old.clone().numpy()  # writing in NumPy takes less than half as long
-                if new.dtype is filled.dtype:
-                    filled[rows.numpy()] = new
-                    result[key] = torch.from_numpy(filled)
-                    continue
-            if type(new) is torch.Tensor and new.shape == old.shape:
-                new = new.index_select(0, rows)
-            result[key] = old.index_copy(0, rows, _convert_final(part, old, new, len(rows), here))
+            new = new.index_select(0, rows) if new.shape == old.shape else new
+            result[key] = old.index_copy(0, rows, new)
     return result
 
 
-def _entry(values: Any, key: str, path: tuple[str, ...]) -> Any:
-    """Return an entry of the final observations; raise an error if it is missing."""
-    if not isinstance(values, (dict, TensorDictBase)):
-        raise EnvironmentOutputError(
-            f"final_obs{' ' if path else ''}{'.'.join(path)} is of type {type(values).__name__}; expected a dict with "
-            f"the key {key!r}"
-        )
-    keys = values.keys()
-    found = key_in_env(key, keys)
-    if found not in keys:
-        raise EnvironmentOutputError(
-            f"final_obs has no {'.'.join((*path, key))!r}, which the observations have; it holds {sorted(keys)}"
-        )
-    return values[found]
+def fill_rows(values: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor | None, number: float) -> torch.Tensor:
+    """Return a copy with some rows filled with a number.
+
+    :param mask: (n,) booleans of the rows
+    :param rows: their indices; None: unknown
+    """
+    if rows is None:
+        return values.masked_fill(_expand_mask(mask, values), number)
+    return values.index_fill(0, rows, number)
 
 
-def _convert_final(spec: Any, old: torch.Tensor, new: Any, count: int, path: tuple[str, ...]) -> torch.Tensor:
-    """Convert a final observation to a tensor of the dtype and device of ``old``."""
-    shape = (count, *old.shape[1:])
-    if type(new) is np.ndarray and new.dtype.kind in "fiub" and new.flags.c_contiguous and new.flags.writeable:
-        new = torch.from_numpy(new)
-    if type(new) is torch.Tensor and new.shape == shape and new.dtype is old.dtype and new.device == old.device:
-        return new.detach()
-    name = f"final_obs {'.'.join(path)}"
-    # Environments return one-hot entries as indices. Entries that were read already are one-hot.
-    if isinstance(spec, OneHot) and tuple(getattr(new, "shape", ())) != shape:
-        return compile_one_hot(spec, shape[:-1], name=name, device=old.device)(new)
-    return compile_value(shape, old.dtype, name=name, device=old.device, copy=False)(new)
+def _expand_mask(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Give a mask of rows as many axes as the values have."""
+    return mask.view(-1, *([1] * (values.ndim - 1)))

@@ -17,6 +17,7 @@ from torchrl.envs import EnvBase
 
 from rl_ext_core.errors import InvalidTypeError
 from torchrl_ext._compat import new_tensordict
+from torchrl_ext.gym.engine import fill_rows
 
 __all__ = ["FastStepMixin", "RandAction"]
 
@@ -29,9 +30,6 @@ _READERS = {"read_action", "read_done", "read_obs", "read_reward"}
 _REPLACEABLE = _STEPS | _READERS
 _TRANSFORMS = {"_output_transform", "_reset_output_transform"}
 _methods_of = attrgetter(*sorted(_REPLACEABLE))
-# This package overrides these methods, so a replacement in TorchRL's class has to be detected there.
-_base_methods = attrgetter("step", "step_and_maybe_reset", "rand_action", "_step_proc_data")
-_BASE = _base_methods(EnvBase)
 
 
 def _find_override(cls: type, names: set[str]) -> str | None:
@@ -44,12 +42,13 @@ def _find_override(cls: type, names: set[str]) -> str | None:
     return None
 
 
-def _raise_override_error(cls: type, name: str) -> None:
-    """Raise an error that names an overridden method that would not be called."""
-    raise InvalidTypeError(
-        f"{cls.__name__} overrides {name}, which torchrl_ext.GymWrapper does not call. Override _step and _reset, or "
-        "subclass torchrl.envs.GymWrapper"
-    )
+def _refuse_override(cls: type, name: str | None) -> None:
+    """Raise an error that names an overridden method that would not be called; None: there is none."""
+    if name is not None:
+        raise InvalidTypeError(
+            f"{cls.__name__} overrides {name}, which torchrl_ext.GymWrapper does not call. Override _step and _reset, "
+            "or subclass torchrl.envs.GymWrapper"
+        )
 
 
 class RandAction:
@@ -67,7 +66,7 @@ def _rand_action(env: Any, tensordict: Any = None) -> TensorDictBase:
     key = env.action_keys[0]
     is_plain = type(tensordict) is TensorDict and not tensordict.is_locked and tensordict.device == env.device
     is_plain = is_plain and tensordict.batch_size == env.batch_size and len(env.action_keys) == 1 and type(key) is str
-    if not is_plain or _base_methods(EnvBase) != _BASE:
+    if not is_plain:
         return EnvBase.rand_action(env, tensordict)
     # Faster than Composite.rand, which searches the disk for a package every time.
     tensordict._tensordict[key] = env.input_spec["full_action_spec"][key].rand()
@@ -83,16 +82,14 @@ class FastStepMixin(EnvBase):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._methods, cls._is_plain = _methods_of(cls), _find_override(cls, _STEPS) is None
-        ignored = _find_override(cls, _READERS | _TRANSFORMS)
-        if ignored is not None:
-            _raise_override_error(cls, ignored)
+        _refuse_override(cls, _find_override(cls, _READERS | _TRANSFORMS))
 
     def _refuse_overrides(self) -> None:
         """Refuse overrides that would not be called, on the instance or set later on the class."""
-        if not self.__dict__.keys().isdisjoint(_READERS):
-            _raise_override_error(type(self), min(_READERS & self.__dict__.keys()))
-        if _methods_of(type(self)) != self._methods and (name := _find_override(type(self), _READERS)) is not None:
-            _raise_override_error(type(self), name)
+        cls = type(self)
+        _refuse_override(cls, min(_READERS & self.__dict__.keys(), default=None))
+        if _methods_of(cls) != self._methods:
+            _refuse_override(cls, _find_override(cls, _READERS))
 
     def _plain_entries(self, tensordict: TensorDictBase) -> dict[str, Any] | None:
         """Return the entries of a TensorDict if this step can take the fast path, else None."""
@@ -109,7 +106,7 @@ class FastStepMixin(EnvBase):
             return None
         if self.info_dict_reader or self.run_type_checks or tensordict._td_dim_names is not None:
             return None
-        is_original = self._is_plain and _methods_of(type(self)) == self._methods and _base_methods(EnvBase) == _BASE
+        is_original = self._is_plain and _methods_of(type(self)) == self._methods
         return entries if is_original and own.keys().isdisjoint(_REPLACEABLE) else None
 
     def _take_step(self, entries: dict[str, Any], tensordict: TensorDictBase) -> tuple[dict[str, Any], bool]:
@@ -167,9 +164,7 @@ class FastStepMixin(EnvBase):
     def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
         """Return the TensorDict unchanged if no type checks run; else as upstream."""
         # Shapes and flags are complete.
-        if self.run_type_checks or _base_methods(EnvBase) != _BASE:
-            return super()._step_proc_data(next_tensordict_out)
-        return next_tensordict_out
+        return super()._step_proc_data(next_tensordict_out) if self.run_type_checks else next_tensordict_out
 
 
 def _copy_entries(entries: dict[str, Any]) -> dict[str, Any] | None:
@@ -212,5 +207,4 @@ def _zero_other_entries(
         if type(value) is TensorDict:
             _zero_other_entries(value._tensordict, fresh[key]._tensordict if key in fresh else {}, done, rows)
         elif key not in fresh and key not in _FLAGS:
-            is_row = done.view(-1, *([1] * (value.ndim - 1))) if rows is None else None
-            entries[key] = value.index_fill(0, rows, 0) if is_row is None else value.masked_fill(is_row, 0)
+            entries[key] = fill_rows(value, done, rows, 0)

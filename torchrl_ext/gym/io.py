@@ -26,11 +26,8 @@ __all__ = [
     "compile_action",
     "compile_flags",
     "compile_observation",
-    "compile_one_hot",
     "compile_reward",
     "compile_value",
-    "key_in_env",
-    "subtract_start",
     "zero_flags",
 ]
 
@@ -54,17 +51,19 @@ def compile_value(
     array, tensor, from_numpy, wanted = np.ndarray, torch.Tensor, torch.from_numpy, torch_to_numpy_dtype_dict.get(dtype)
     moves = device is not None and device.type != "cpu"
     castable = "fiub" if dtype.is_floating_point and wanted is not None else ""
+    tail = shape[1:] if shape[:1] == (-1,) else None
 
     def convert(value: Any) -> torch.Tensor:
         """Convert a value to a tensor; raise an error if it does not fit."""
-        if type(value) is array and value.shape == shape and (value.dtype is wanted or value.dtype.kind in castable):
+        fits = type(value) is array and (value.shape == shape or value.shape[1:] == tail)
+        if fits and (value.dtype is wanted or value.dtype.kind in castable):
             if value.dtype is not wanted:
                 value = value.astype(wanted, order="C")
             # torch accepts neither read-only arrays nor negative strides.
             elif copy or not value.flags.writeable or min(value.strides, default=0) < 0:
                 value = value.copy()
             return from_numpy(value).to(device) if moves else from_numpy(value)
-        if type(value) is tensor and value.dtype is dtype and value.shape == shape:
+        if type(value) is tensor and value.dtype is dtype and (value.shape == shape or value.shape[1:] == tail):
             if device is not None and value.device != device:
                 return value.detach().to(device)
             return value.detach().clone() if copy else value.detach()
@@ -80,8 +79,9 @@ def compile_value(
             advice = ""
             if tuple(found.shape[1:]) == shape:
                 advice = f". If these are {len(found)} environments, write env.num_envs = {len(found)} first"
+            expected = shape if tail is None else (*found.shape[:1], *tail)
             raise EnvironmentOutputError(
-                f"{name!r} has the shape {(*found.shape,)}{hint}; its space has {(*shape,)}{advice}"
+                f"{name!r} has the shape {(*found.shape,)}{hint}; its space has {expected}{advice}"
             )
         shares = hasattr(value, "__dlpack__") and not isinstance(value, array)
         return fitting.to(device=device, dtype=dtype, copy=copy and shares)
@@ -134,7 +134,7 @@ def _loses_information(found: torch.Tensor, dtype: torch.dtype) -> bool:
     return found.is_complex() or found.device.type != "cpu" or not torch.equal(found.to(dtype).double(), found.double())
 
 
-def compile_one_hot(spec: OneHot, shape: tuple[int, ...], *, name: str, device: torch.device | None) -> Convert:
+def _compile_one_hot(spec: OneHot, shape: tuple[int, ...], *, name: str, device: torch.device | None) -> Convert:
     """Compile the conversion of indices to one-hot vectors.
 
     :param spec: spec of the vectors
@@ -176,17 +176,8 @@ def _add_start(values: Any, start: Any) -> Any:
     return values + start
 
 
-def subtract_start(values: Any, start: Any) -> Any:
-    """Subtract a space's ``start`` from an environment's integers.
-
-    :param values: a tensor, an array, or a dict of them
-    :param start: a number, an array, or a dict of them; None: zero
-    """
-    if start is None:
-        return values
-    if isinstance(start, dict):
-        is_dict = isinstance(values, dict)
-        return {key: subtract_start(part, start.get(key)) for key, part in values.items()} if is_dict else values
+def _subtract_start(values: Any, start: Any) -> Any:
+    """Subtract a space's ``start``, a number or an array, from an environment's integers."""
     if isinstance(values, torch.Tensor):
         return values if values.is_floating_point() else _add_start(values, -np.asarray(start))
     array = np.asarray(values)
@@ -225,7 +216,7 @@ def compile_action(
         spaces, starts = getattr(space, "spaces", {}), start or {}
         parts: dict[str, tuple[str, Convert]] = {}
         for key, part in spec.items():
-            name = key_in_env(key, spaces)
+            name = _key_in_env(key, spaces)
             parts[name] = key, compile_part(part, space=spaces.get(name), start=starts.get(name), path=(*path, key))
         return lambda action: {name: convert(action[key]) for name, (key, convert) in parts.items()}
     if not isinstance(spec.zero(), torch.Tensor):
@@ -343,7 +334,13 @@ def _jax_array(action: torch.Tensor, dtype: torch.dtype) -> Any:
 
 
 def compile_observation(
-    spec: Composite, *, key: str | None, device: torch.device | None, copy: bool, starts: Any = None
+    spec: Composite,
+    *,
+    key: str | None,
+    device: torch.device | None,
+    copy: bool,
+    starts: Any = None,
+    is_final: bool = False,
 ) -> Convert:
     """Compile the conversion of an observation to a dict of tensors, nested like the spec.
 
@@ -352,51 +349,59 @@ def compile_observation(
     :param device: device of the tensors; None: device of the observation
     :param copy: whether tensors must not share the environment's memory
     :param starts: ``start`` of the spaces' integers: a number, an array, or a dict of them; None: zero
+    :param is_final: whether these are final observations, which may have any number of rows
     """
-    if starts is not None:
-        read = compile_observation(spec, key=key, device=device, copy=copy)
-        return lambda observation: read(subtract_start(observation, starts))
+    options: dict[str, Any] = {"device": device, "copy": copy, "is_final": is_final}
     if key is None:
-        return _compile_part(spec, (), device, copy)
-    read = _compile_part(spec[key], (key,), device, copy)
+        return _compile_part(spec, (), starts, **options)
+    read = _compile_part(spec[key], (key,), starts, **options)
     return lambda observation: {key: read(observation)}
 
 
-def _compile_part(spec: TensorSpec, path: tuple[str, ...], device: torch.device | None, copy: bool) -> Convert:
+def _compile_part(
+    spec: TensorSpec, path: tuple[str, ...], start: Any, *, device: torch.device | None, copy: bool, is_final: bool
+) -> Convert:
     """Compile the conversion of an entry to a tensor or TensorDict (a dict at the top)."""
     if isinstance(spec, NonTensor):
         return partial(NonTensorData, device=device)
     if not isinstance(spec, Composite):
-        name = ".".join(path)
+        shape, name = _index_shape(spec), ".".join(path)
+        if is_final:
+            shape, name = (-1, *shape[1:]), f"final_obs {name}"
         if isinstance(spec, OneHot):
-            return compile_one_hot(spec, _index_shape(spec), name=name, device=device)
-        return compile_value(tuple(spec.shape), spec.dtype, name=name, device=device, copy=copy)
-    readers = [(name, _compile_part(part, (*path, name), device, copy)) for name, part in spec.items()]
-    batch_size = spec.batch_size
+            read = _compile_one_hot(spec, shape, name=name, device=device)
+        else:
+            read = compile_value(shape, spec.dtype, name=name, device=device, copy=copy)
+        return read if start is None else lambda value: read(_subtract_start(value, start))
+    compile_part, starts = partial(_compile_part, device=device, copy=copy, is_final=is_final), start or {}
+    readers = [
+        (name, compile_part(part, (*path, name), starts.get(_key_in_env(name, starts)))) for name, part in spec.items()
+    ]
+    batch_size, kind = spec.batch_size, "final_obs" if is_final else "observation"
 
     def read_all(observation: Any) -> Any:
         """Convert all entries of a Dict observation."""
         if not isinstance(observation, dict):
             raise EnvironmentOutputError(
-                f"observation{_quoted_path(path)} is of type {type(observation).__name__}; its space is a Dict of "
+                f"{kind}{_quoted_path(path)} is of type {type(observation).__name__}; its space is a Dict of "
                 f"{sorted(spec.keys())}"
             )
         try:
             found = {name: read(observation[name]) for name, read in readers}
         except KeyError:
             missing = next(name for name, _ in readers if name not in observation)
-            if (key := key_in_env(missing, observation)) != missing:
+            if (key := _key_in_env(missing, observation)) != missing:
                 return read_all({**observation, missing: observation[key]})
             raise EnvironmentOutputError(
-                f"observation{_quoted_path((*path, missing))} is missing: the environment returned "
+                f"{kind}{_quoted_path((*path, missing))} is missing: the environment returned "
                 f"{sorted(map(str, observation))}"
             ) from None
-        return new_tensordict(found, batch_size, device) if path else found
+        return new_tensordict(found, batch_size, device) if path and not is_final else found
 
     return read_all
 
 
-def key_in_env(key: str, keys: Container[Any]) -> str:
+def _key_in_env(key: str, keys: Container[Any]) -> str:
     """Return the environment's key for the key of a spec, because TorchRL renames a lone "state" to "observation"."""
     return "state" if key == "observation" and key not in keys and "state" in keys else key
 

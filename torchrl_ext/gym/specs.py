@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -21,11 +20,11 @@ from rl_ext_core.vector.spaces import convert_space, find_attribute
 __all__ = [
     "HalfBounded",
     "SingleSpaces",
-    "find_starts",
+    "is_continuous",
     "is_ragged",
+    "limit_actions",
     "make_batched_specs",
     "to_gymnasium",
-    "with_finite_samples",
 ]
 
 
@@ -62,15 +61,26 @@ def _half_bounded(spec: Bounded) -> HalfBounded:
     return HalfBounded(spec.space.low, spec.space.high, spec.shape, device=spec.device, dtype=spec.dtype)
 
 
-def with_finite_samples(spec: TensorSpec) -> TensorSpec:
-    """Replace specs with infinite bounds by :class:`HalfBounded`, nested ones included."""
+def limit_actions(spec: TensorSpec, clip: float | None) -> TensorSpec:
+    """Clip the bounds of continuous actions, and let random actions be finite, nested ones included.
+
+    :param clip: bound on the magnitude; None: unbounded
+    """
     if isinstance(spec, Composite):
-        return Composite(
-            {key: with_finite_samples(part) for key, part in spec.items()}, device=spec.device, shape=spec.shape
-        )
-    if not isinstance(spec, Bounded) or not spec.dtype.is_floating_point:
+        parts = {key: limit_actions(part, clip) for key, part in spec.items()}
+        return Composite(parts, device=spec.device, shape=spec.shape)
+    if not is_continuous(spec):
         return spec
-    return spec if all(bound.isfinite().all() for bound in spec.space) else _half_bounded(spec)
+    if clip is not None:
+        low, high = (bound.clamp(-clip, clip) for bound in spec.space)
+        return Bounded(low, high, spec.shape, device=spec.device, dtype=spec.dtype)
+    is_finite = isinstance(spec, Unbounded) or all(bound.isfinite().all() for bound in spec.space)
+    return spec if is_finite else _half_bounded(spec)
+
+
+def is_continuous(spec: TensorSpec) -> bool:
+    """Return whether an entry of a spec contains fractions."""
+    return isinstance(spec, (Bounded, Unbounded)) and bool(spec.dtype.is_floating_point)
 
 
 def is_ragged(spec: TensorSpec, batch: torch.Size) -> bool:
@@ -150,35 +160,18 @@ def to_gymnasium(space: Any) -> Any:
     )
 
 
-def _map_parts(space: Any, convert: Any) -> Any:
-    """Convert the parts of a Dict or Tuple; return the same space if no part changes."""
-    old = [*space.values()] if isinstance(space, spaces.Dict) else space.spaces
-    new = [convert(part) for part in old]
-    if all(map(operator.is_, new, old)):
-        return space
-    return spaces.Dict([*zip(space, new, strict=True)]) if isinstance(space, spaces.Dict) else spaces.Tuple(new)
-
-
 def _merge_tuples(space: Any) -> Any:
     """Replace Tuples of discrete spaces of one shape by MultiDiscretes."""
-    if not isinstance(space, (spaces.Dict, spaces.Tuple)):
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict([(key, _merge_tuples(part)) for key, part in space.items()])
+    if not isinstance(space, spaces.Tuple):
         return space
-    space = _map_parts(space, _merge_tuples)
-    kinds = {(type(part), part.shape) for part in space.spaces} if isinstance(space, spaces.Tuple) else {}
-    if len(kinds) != 1 or not issubclass(next(iter(kinds))[0], (spaces.Discrete, spaces.MultiDiscrete)):
-        return space
-    counts = [part.n if isinstance(part, spaces.Discrete) else part.nvec for part in space.spaces]
-    return spaces.MultiDiscrete(counts, start=[part.start for part in space.spaces])
-
-
-def _clip_space(space: Any, bound: float) -> Any:
-    """Narrow continuous spaces to ``[-bound, bound]``; return others unchanged."""
-    if isinstance(space, (spaces.Dict, spaces.Tuple)):
-        return _map_parts(space, partial(_clip_space, bound=bound))
-    if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
-        return space
-    low, high = np.clip(space.low, -bound, bound), np.clip(space.high, -bound, bound)
-    return spaces.Box(low, high, space.shape, space.dtype.type)
+    parts = [_merge_tuples(part) for part in space]
+    kinds = {(type(part), part.shape) for part in parts}
+    if len(kinds) != 1 or not isinstance(parts[0], (spaces.Discrete, spaces.MultiDiscrete)):
+        return spaces.Tuple(parts)
+    counts = [part.n if isinstance(part, spaces.Discrete) else part.nvec for part in parts]
+    return spaces.MultiDiscrete(counts, start=[part.start for part in parts])
 
 
 class SingleSpaces:
@@ -186,27 +179,22 @@ class SingleSpaces:
 
     :param env: the environment
     :param batch: its batch size
-    :param clip: bound on the magnitude of continuous actions; None: unbounded
     :ivar is_batched: whether the spaces are those of the batch, because the environment has no others
-    :raises InvalidArgumentError: If a space cannot be converted, or ``clip`` has no effect on the action space.
+    :ivar starts: ``start`` of both spaces: a number, an array, or a dict of them; None: zero
+    :raises InvalidArgumentError: If a space cannot be converted.
     """
 
-    def __init__(self, env: Any, batch: torch.Size, clip: float | None) -> None:
+    def __init__(self, env: Any, batch: torch.Size) -> None:
         self.unwrapped = self
         names = ("observation_space", "action_space")
-        self.observation_space, action_space = (to_gymnasium(find_attribute(env, f"single_{n}", n)) for n in names)
+        self.observation_space, self.action_space = (to_gymnasium(find_attribute(env, f"single_{n}", n)) for n in names)
+        known = (self.observation_space, self.action_space)
         has_single = any(find_attribute(env, f"single_{name}") is not None for name in names)
-        self.is_batched = (
-            bool(batch) and not has_single and _is_batched_space((self.observation_space, action_space), batch)
-        )
+        self.is_batched = bool(batch) and not has_single and all(_is_batched_space(space, batch) for space in known)
         if not batch:  # gymnasium's batch of a Tuple is a tuple of batches
-            self.observation_space, action_space = _merge_tuples(self.observation_space), _merge_tuples(action_space)
-        self.action_space = action_space if clip is None else _clip_space(action_space, clip)
-        if clip is not None and self.action_space is action_space:
-            raise InvalidArgumentError(
-                f"clip_actions={clip} has no effect, because the action space {action_space} has nothing continuous to "
-                "clip. Leave it out"
-            )
+            self.observation_space, self.action_space = map(_merge_tuples, known)
+        of_batch = bool(batch) and not self.is_batched
+        self.starts = [_find_starts(space, of_batch=of_batch) for space in (self.observation_space, self.action_space)]
         reward_space = find_attribute(env, "reward_space")
         if reward_space is not None:
             self.reward_space = to_gymnasium(reward_space)
@@ -214,20 +202,18 @@ class SingleSpaces:
 
 def _is_batched_space(space: Any, batch: torch.Size) -> bool:
     """Return whether the shapes of all parts of a space begin with the batch size."""
-    if isinstance(space, (spaces.Dict, tuple)):
-        return all(
-            _is_batched_space(part, batch) for part in (space.values() if isinstance(space, spaces.Dict) else space)
-        )
+    if isinstance(space, spaces.Dict):
+        return all(_is_batched_space(part, batch) for part in space.values())
     return tuple(space.shape or ())[: len(batch)] == tuple(batch)
 
 
-def find_starts(space: Any, *, of_batch: bool) -> Any:
+def _find_starts(space: Any, *, of_batch: bool) -> Any:
     """Return a space's ``start``: a number, an array, or a dict of them; None if zero.
 
     :param of_batch: whether the space will be batched. A batched MultiDiscrete is a Box, which has no ``start``
     """
     if isinstance(space, spaces.Dict):
-        parts = {key: find_starts(part, of_batch=of_batch) for key, part in space.spaces.items()}
+        parts = {key: _find_starts(part, of_batch=of_batch) for key, part in space.spaces.items()}
         return parts if any(part is not None for part in parts.values()) else None
     kinds = (spaces.Discrete,) if of_batch else (spaces.Discrete, spaces.MultiDiscrete)
     start = space.start if isinstance(space, kinds) else 0

@@ -6,6 +6,7 @@ import copy as copies
 from functools import partial
 from typing import Any, Literal
 
+import gymnasium
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite
@@ -13,20 +14,21 @@ from torchrl.envs import EnvBase, default_info_dict_reader
 from torchrl.envs.libs.gym import GymEnv as UpstreamGymEnv
 from torchrl.envs.libs.gym import GymWrapper as UpstreamGymWrapper
 
+from rl_ext_core._values import copy_output
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.array_frameworks import framework_of
 from rl_ext_core.vector.autoreset import require_synchronous
 from rl_ext_core.vector.spaces import device_of
 from rl_ext_core.vector.stepper import RESET_RESULT, check_result_length, num_envs_of
-from torchrl_ext._compat import has_fast_path, new_tensordict
+from torchrl_ext._compat import HAS_FAST_PATH, new_tensordict
 from torchrl_ext.gym.engine import Engine, refuse_frame_skip
-from torchrl_ext.gym.infos import copy_info, numbers_for_reader
-from torchrl_ext.gym.specs import SingleSpaces, find_starts, is_ragged, make_batched_specs, with_finite_samples
+from torchrl_ext.gym.infos import numbers_for_reader
+from torchrl_ext.gym.specs import SingleSpaces, is_continuous, is_ragged, limit_actions, make_batched_specs
 
 __all__ = ["GymEnv", "GymWrapper"]
 
 _StepMixin: Any
-if has_fast_path():
+if HAS_FAST_PATH:
     from torchrl_ext.gym.fast_path import FastStepMixin as _StepMixin
 else:
     from torchrl_ext._compat import BaseStepMixin as _StepMixin
@@ -139,7 +141,7 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
             options["env_type"] = "numpy" if kwargs["convert_actions_to_numpy"] else "torch"
             options["trust_env_type"] = True  # the option describes actions, not observations
         # Setting attributes of an nn.Module takes ten times as long.
-        self.__dict__.update(_options=options, _engine=None, _carried_state=None)
+        self.__dict__.update(_options=options, _engine=None, _last_engine=None)
         # NumPy environments may have a device, too. The type of a single one is not known before its first reset.
         if options["env_type"] == "torch" or (options["env_type"] == "auto" and num_envs_of(env) is not None):
             kwargs.setdefault("device", device_of(env))
@@ -174,7 +176,7 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
         """Make the specs from the spaces of one sub-environment."""
         own, batch, categorical = self.__dict__, self.batch_size, self._categorical_action_encoding
         refuse_frame_skip(self)
-        single = SingleSpaces(env, batch, own["_options"]["clip_actions"])
+        single, clip = SingleSpaces(env, batch), own["_options"]["clip_actions"]
         try:
             if batch:
                 key = "pixels" if self.from_pixels else "observation"
@@ -191,25 +193,20 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
                 f"({type(error).__name__}: {error}). Use gymnasium.spaces.Dict, with a key for each part, in place "
                 "of a Tuple or of a MultiDiscrete with several axes, and dtypes that torch has"
             ) from error
-        self.action_spec = with_finite_samples(self.action_spec)
+        if clip is not None and not any(map(is_continuous, self.full_action_spec.values(True, True))):
+            raise InvalidArgumentError(
+                f"clip_actions={clip} has no effect, because the action space {single.action_space} has nothing "
+                "continuous to clip. Leave it out"
+            )
+        self.action_spec = limit_actions(self.action_spec, clip)
         shared = sorted(map(str, set(self.observation_spec.keys(True, True)) & set(self.action_keys)))
         if shared:
             raise InvalidArgumentError(
                 f"{', '.join(shared)} names an observation and an action, but keys of a TensorDict are unique. "
                 "Rename one of them in the spaces"
             )
-        known, of_batch = (single.observation_space, single.action_space), bool(batch) and not single.is_batched
-        is_dict, takes_dict = (isinstance(getattr(space, "spaces", None), dict) for space in known)
-        own.update(
-            _engine=None,
-            _carried_state=None,
-            _takes_dict=takes_dict,
-            _is_dict=is_dict,
-            _observation_names=frozenset(self.observation_spec.keys()),  # entries of infos are added later
-            _starts=tuple(find_starts(space, of_batch=of_batch) for space in known),
-            # None for spaces of the batch, whose MultiDiscrete has a part per sub-environment.
-            _action_space=None if single.is_batched else single.action_space,
-        )
+        # Entries of infos are added to the specs later.
+        own.update(_engine=None, _single=single, _observation_names=frozenset(self.observation_spec.keys()))
 
     def set_spec_lock_(self, mode: bool = True) -> Any:
         """Lock or unlock the specs, and return the environment. Setting a spec calls this, too."""
@@ -243,32 +240,35 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
                 f"env_type={env_type!r}, but the environment's observations are {found}. Use env_type={found!r}, or "
                 "leave it out"
             )
-        return Engine(self, observed, None if own["_is_dict"] else names[0], env_type)
+        is_dict = isinstance(own["_single"].observation_space, gymnasium.spaces.Dict)
+        return Engine(self, own["_single"], observed, None if is_dict else names[0], env_type)
 
     def _drop_engine(self) -> None:
-        """Drop the engine, so that the next call compiles it again, and keep its carried state."""
+        """Let the next call compile the engine again."""
         own = self.__dict__
-        if own.get("_engine") is not None:
-            own["_carried_state"], own["_engine"] = own["_engine"].carried_state, None
+        own["_last_engine"], own["_engine"] = own.get("_engine") or own.get("_last_engine"), None
 
     def _valid_engine(self) -> Any:
-        """Return the engine; None if there is none, or if its environment or options have changed."""
+        """Return the engine; None if there is none, or if its environment, device or options have changed."""
         own = self.__dict__
         self._refuse_overrides()
         engine = own["_engine"]
-        if engine is not None and engine.env is not own["_env"]:
-            own["_engine"] = own["_carried_state"] = None  # its state belongs to another environment
-        elif engine is not None and (engine.frame_skip != self.wrapper_frame_skip or not self.is_spec_locked):
+        if engine is not None and not (
+            engine.env is own["_env"]
+            and engine.frame_skip == self.wrapper_frame_skip
+            and engine.device == self.device
+            and self.is_spec_locked
+        ):
             self._drop_engine()
         return own["_engine"]
 
     def _ensure_engine(self) -> Any:
-        """Return the engine; compile it if there is none, such as after a copy or a move."""
+        """Return the engine; compile it if there is none, such as after a copy or a change of a spec."""
         own, engine = self.__dict__, self._valid_engine()
         if engine is None:
             engine = self._compile(None)
-            engine.restore_carried_state(own["_carried_state"])
-            own["_engine"], own["_carried_state"] = engine, None
+            engine.continue_episodes(own["_last_engine"])
+            own["_engine"] = engine
         return engine
 
     def _action_of(self, tensordict: TensorDictBase) -> Any:
@@ -280,7 +280,13 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
         engine = self._ensure_engine()
         data, _, info = engine.step(self._action_of(tensordict))
         out = new_tensordict(data, self.batch_size, self.device)
-        return self._with_info(out, engine.info_of_step(info)) if self.info_dict_reader else out
+        if not self.info_dict_reader:
+            return out
+        info, has_reset, last_info = engine.split_info(info)
+        if has_reset is None:
+            return self._with_info(out, info)
+        read = self._with_info(out.copy(), info)
+        return self._with_info(out, last_info).where(has_reset.view(self.batch_size), read, pad=0)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
@@ -290,25 +296,26 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
                 raise RuntimeError("Partial resets are not handled at this level.")
             if not mask.any():  # type: ignore[union-attr]
                 return tensordict.exclude("_reset")
-        own = self.__dict__
-        if self._valid_engine() is None and (
-            mask is None or (not partial_mask and (kwargs or own["_carried_state"] is None))
-        ):
+        if self._valid_engine() is None and not partial_mask:
             result = self._env.reset(**kwargs)
             engine = self._compile(check_result_length(result, RESET_RESULT)[0])
-            data, info = engine.read_reset(result)
-            own["_engine"], own["_carried_state"] = engine, None
+            parts = [engine.read_reset(result)]
+            self.__dict__["_engine"] = engine
         else:
             engine = self._ensure_engine()
-            data, info = engine.reset(None if mask is None else mask.reshape(-1), **kwargs)
-            data = dict(data)
-        data["done"], data["terminated"], data["truncated"] = engine.make_unset_flags()
-        out = new_tensordict(data, self.batch_size, self.device)
-        return self._with_info(out, info) if self.info_dict_reader else out
+            parts = engine.reset(None if mask is None else mask.reshape(-1), **kwargs)
+        out: Any = None
+        for rows, data, info in parts:
+            flags = dict(zip(("done", "terminated", "truncated"), engine.make_unset_flags(), strict=True))
+            part = new_tensordict({**data, **flags}, self.batch_size, self.device)
+            if self.info_dict_reader and info is not None:
+                part = self._with_info(part, info)
+            out = part if rows is None else part.where(rows.view(self.batch_size), out, pad=0)
+        return out
 
     def _with_info(self, out: TensorDictBase, info: Any) -> TensorDictBase:
         """Let the readers write an info into a TensorDict, and return the TensorDict."""
-        info = {} if info is None else copy_info(info)
+        info = {} if info is None else copy_output(info)
         for reader in self.info_dict_reader:
             # TorchRL's reader accepts arrays and tensors only; other readers get the info unchanged.
             is_default = isinstance(reader, default_info_dict_reader)
@@ -329,21 +336,9 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
             info_dict_reader._info_spec = spec.expand(self.batch_size)
         return super().set_info_dict_reader(info_dict_reader, ignore_private)
 
-    # -- moves and copies
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move the environment to another device, or convert its dtype, and return it."""
-        before, moved = self.device, super().to(*args, **kwargs)
-        if moved.device != before:
-            moved._drop_engine()
-        return moved
-
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)
-        engine = state.get("_engine")
-        if engine is not None:  # closures cannot be copied; the copy compiles them again
-            state["_engine"], state["_carried_state"] = None, engine.carried_state
-        return state
+        # Closures cannot be copied. The copy compiles them again.
+        return {**self.__dict__, "_engine": None, "_last_engine": None}
 
     def fast_encoding(self, mode: bool = True) -> None:
         """Do nothing. TorchRL's fast encoding has no effect here."""

@@ -17,7 +17,7 @@ from torchrl.envs import EnvBase
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
 from rl_ext_core.vector.environments import Caller, PoolOptions, check_count, check_seconds, seed_torch
-from torchrl_ext._compat import has_fast_path, has_wrapper, new_tensordict
+from torchrl_ext._compat import HAS_FAST_PATH, HAS_WRAPPER, new_tensordict
 from torchrl_ext.parallel.gym_source import GymBase, GymSource, GymWrapper
 from torchrl_ext.parallel.leaves import Key
 from torchrl_ext.parallel.plan import WorkerPlan, derive_seeds
@@ -172,18 +172,13 @@ class ParallelEnv(EnvBase):
                 "_step is true for a part of a worker's environments: expected one value for each worker. Use "
                 "ParallelEnv(num_workers, lambda: TransformedEnv(env, transform)), with the transform in the worker"
             )
-        self._pool.stepped = rows = mask[:, 0].nonzero().view(-1).tolist()
+        self._pool.stepped = mask[:, 0].nonzero().view(-1).tolist()
         try:
             out = step(tensordict)
         finally:
             self._pool.stepped = None
-        for key, value in list(out.items(True, True)):  # other rows get the values of the input, or zeros
-            if isinstance(value, torch.Tensor):
-                before = tensordict.get(key, None)
-                result = torch.zeros_like(value) if before is None else before.to(value, copy=True)
-                result[rows] = value[rows]
-                out.set(key, result)
-        return out
+        # Other rows get the values of the input, or zeros.
+        return out.where(mask[:, 0], tensordict.select(*out.keys(True, True), strict=False), pad=0)
 
     def _step_leaves(self, tensordict: TensorDictBase) -> TensorDictBase:
         actions = self._leaves.write_inputs(tensordict)
@@ -411,11 +406,11 @@ class _WorkerCall:
 
 
 torchrl.envs.ParallelEnv.register(ParallelEnv)
-if has_fast_path():
+if HAS_FAST_PATH:
     from torchrl_ext.gym.fast_path import RandAction
 
     ParallelEnv.rand_action = RandAction()
-if has_wrapper():
+if HAS_WRAPPER:
     GymWrapper.make_parallel = ParallelEnv
 
 

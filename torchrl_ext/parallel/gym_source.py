@@ -13,10 +13,10 @@ from torchrl.envs import GymWrapper as UpstreamGymWrapper
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.environments import FrameSkip, is_plain
-from torchrl_ext._compat import has_wrapper
+from torchrl_ext._compat import HAS_WRAPPER
 from torchrl_ext.factories import adapt, read_metadata
 
-if has_wrapper():
+if HAS_WRAPPER:
     from torchrl_ext.gym import GymEnv, GymWrapper
 else:  # TorchRL steps all environments in the workers
     from torchrl.envs import GymEnv, GymWrapper  # type: ignore[no-redef]
@@ -27,8 +27,8 @@ _WRAPPERS = (GymWrapper, GymEnv, UpstreamGymWrapper, UpstreamGymEnv)  # subclass
 # Attributes of wrappers that are compared otherwise, carried by a source, or found again at the first use.
 _IGNORED = {
     *("_input_spec", "_output_spec", "_options", "_env", "frame_skip", "wrapper_frame_skip", "from_pixels"),
-    *("pixels_only", "_constructor_kwargs", "_cache", "_cache_in_keys", "_engine", "_carried_state", "is_closed"),
-    *("_seed_calls_reset", "_detected_env_type", "_rl_ext_record", "_validated", "_inplace_update"),
+    *("pixels_only", "_constructor_kwargs", "_cache", "_cache_in_keys", "_engine", "_last_engine", "_single"),
+    *("is_closed", "_seed_calls_reset", "_detected_env_type", "_rl_ext_record", "_validated", "_inplace_update"),
 }
 # Options of a GymWrapper that is built without options.
 _DEFAULTS = {
@@ -84,7 +84,7 @@ def find_gym_source(environment: Any) -> GymSource | None:
     """
     if is_plain(environment):
         return GymSource((environment.observation_space, environment.action_space))
-    if type(environment) not in _WRAPPERS or environment.batch_size or not has_wrapper():
+    if type(environment) not in _WRAPPERS or environment.batch_size or not HAS_WRAPPER:
         return None
     wrapped, own = environment._env, vars(environment)
     options = {name: value for name, value in own.get("_options", {}).items() if name != "trust_env_type"}

@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, unravel_key
 from torchrl.data import Composite, NonTensor, TensorSpec
 
 from rl_ext_core.errors import InvalidArgumentError
@@ -99,7 +99,7 @@ class Leaves:
         for spec in specs.values(True, True):
             if isinstance(spec, NonTensor):
                 spec.example_data = None  # it may be a text that differs between the environments
-        following: dict[Key, TensorSpec] = {("next", *_as_tuple(key)): spec for key, spec in observed.items()}
+        following: dict[Key, TensorSpec] = {unravel_key(("next", key)): spec for key, spec in observed.items()}
         self.inputs, self.outputs = Record({**inputs, **following}), Record({**observed, **rewards, **flags})
         self.reset_keys = {*observed, *flags}
         self.keys = {*inputs, *self.outputs.keys, *self.non_tensor_outputs}
@@ -142,10 +142,6 @@ class Leaves:
         if present != self._last_present:  # writing them takes longer than all the rest
             self._present[:, :-1] = self._last_present = present
         return self._bytes
-
-
-def _as_tuple(key: Key) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else key
 
 
 def _split(name: str, *parts: Composite | None) -> tuple[dict[Key, TensorSpec], list[Key]]:

@@ -13,7 +13,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.libs.gym import GymWrapper
 
 from rl_ext_core.errors import EnvironmentOutputError
-from torchrl_ext._compat import find_getter, has_fast_path, new_tensordict
+from torchrl_ext._compat import HAS_FAST_PATH, find_getter, new_tensordict
 from torchrl_ext.parallel.leaves import Key, Leaves
 
 __all__ = ["TensorDictEnv", "find_gymnasium_env", "seed_environment", "seed_if_possible", "split_transforms"]
@@ -61,7 +61,7 @@ class TensorDictEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._root: TensorDictBase = self._new()
         device = environment.device
         self._steps_plainly = (
-            has_fast_path()
+            HAS_FAST_PATH
             and leaves.are_flat
             and (device is None or device.type == "cpu")
             and not environment.run_type_checks
