@@ -18,17 +18,17 @@ def describe_folder(observations: Observations) -> dict[str, Any]:
     """Return the folder of observations and the position in it as plain values, for :func:`open_folder`."""
     store, given = observations.store, os.fspath(observations.storage_dir)  # type: ignore[arg-type]
     where = {"folder": os.path.abspath(given), "given": given, "identity": store.identity}
-    state = {"n_records": store.n_records, "position": store.position, "size": store.size}
-    return {**where, **state, "arguments": observations.arguments}
+    return {**where, "n_records": store.n_records, "position": store.position, "size": store.size}
 
 
-def open_folder(saved: dict[str, Any], replaced: Observations | None) -> Observations:
+def open_folder(saved: dict[str, Any], arguments: dict[str, Any], replaced: Observations | None) -> Observations:
     """
     Open the folder of a saved buffer, at its position when it was saved.
 
     If the folder has newer transitions, or another buffer of this process uses it, it is copied.
 
     :param saved: Result of :func:`describe_folder`
+    :param arguments: Arguments of the saved observations
     :param replaced: Observations of the buffer that the saved one replaces; they are closed if they are in the folder
     :raises StorageError: If the folder does not exist, belongs to another buffer, or another process uses it.
     :raises InvalidArgumentError: If all saved transitions were overwritten.
@@ -37,7 +37,7 @@ def open_folder(saved: dict[str, Any], replaced: Observations | None) -> Observa
     living = [found for found in in_folders if found.store.identity == saved["identity"] and not found.store.closed]
     opened = next((found for found in living if found is replaced), living[0] if living else None)
     if opened is None:
-        opened = replaced = _open_unused(saved)
+        opened = replaced = _open_unused(saved, arguments)
     store, folder = opened.store, os.path.abspath(os.fspath(opened.storage_dir))  # type: ignore[arg-type]
     with opened.lock:
         n_records = (store.n_records - saved["n_records"] + 2**31) % 2**32 - 2**31
@@ -47,7 +47,7 @@ def open_folder(saved: dict[str, Any], replaced: Observations | None) -> Observa
             _logger.info("the loaded replay buffer continues in %s", folder)
             if n_records < 0:
                 _logger.warning("%s lacks the newest %d transitions of the saved replay buffer", folder, -n_records)
-            return Observations(**saved["arguments"], storage_dir=opened.storage_dir, resume=True)
+            return Observations.create(**arguments, storage_dir=opened.storage_dir, resume=True)
         # Other records than transitions are rare, such as those of reset().
         if n_records > 0 and max(n_records, newer) >= store.size:
             raise InvalidArgumentError(
@@ -65,12 +65,12 @@ def open_folder(saved: dict[str, Any], replaced: Observations | None) -> Observa
         f"has {newer} transitions that are newer than the saved replay buffer" if newer > 0 else "is in use",
         copy,
     )
-    found = Observations(**saved["arguments"], storage_dir=copy, resume=True)
+    found = Observations.create(**arguments, storage_dir=copy, resume=True)
     found.store.drop_newest(newer)
     return found
 
 
-def _open_unused(saved: dict[str, Any]) -> Observations:
+def _open_unused(saved: dict[str, Any], arguments: dict[str, Any]) -> Observations:
     """Open the folder of a saved buffer that no buffer of this process uses."""
     path = next(filter(os.path.isdir, [saved["folder"], os.path.abspath(saved["given"])]), None)
     if path is None:
@@ -78,7 +78,7 @@ def _open_unused(saved: dict[str, Any]) -> Observations:
             f"the saved replay buffer is in storage_dir={saved['folder']!r}, which does not exist. Restore that "
             "folder, or continue without its transitions: leave out load_replay_buffer"
         )
-    opened = Observations(**saved["arguments"], storage_dir=path, resume=True)
+    opened = Observations.create(**arguments, storage_dir=path, resume=True)
     if opened.store.identity != saved["identity"]:
         opened.store.close()
         raise StorageError(

@@ -128,7 +128,6 @@ IMAGE_SPACES = spaces.Box(0, 255, (1, 36, 36), np.uint8), spaces.Discrete(2)
 
 
 def make_dqn(folder: Path, **options: Any) -> DQN:
-    """Return a new model whose replay buffer is in a folder."""
     sizes = {"buffer_size": 500, "learning_starts": 10_000, "train_freq": 1, "policy_kwargs": {"net_arch": [4]}}
     buffer = {"replay_buffer_class": CompressedReplayBuffer, "replay_buffer_kwargs": {"storage_dir": folder, **options}}
     return without_logger(DQN("MlpPolicy", "CartPole-v1", **sizes, **buffer))
