@@ -6,7 +6,6 @@ import math
 import operator
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,8 +28,6 @@ IndexArray = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
 
 _SINGLE_KEY = None  # key of an observation that is not a Dict
-
-in_folders: weakref.WeakSet[Observations] = weakref.WeakSet()  # of this process
 
 
 class Part:
@@ -102,8 +99,6 @@ class Observations:
         self.parts: dict[Any, Part] = {key: Part(stored) for key, stored in store.parts.items()}
         self._step: dict[Any, Any] = {}  # observations of a rollout's step, until all keys are given
         self._gpu_decoder: GpuDecoder | None = None
-        if storage_dir is not None:
-            in_folders.add(self)
 
     def __reduce__(self) -> Any:
         return Observations, (self.store, self.arguments)

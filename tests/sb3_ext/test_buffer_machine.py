@@ -186,6 +186,8 @@ class SameAsUpstream(RuleBasedStateMachine):
     @rule(how=st.sampled_from(["file", "pickle", "deepcopy"]), goes_on=st.booleans())
     def copy(self, how: str, goes_on: bool) -> None:
         """Copy the compressed buffer, continue with either copy, and change the other."""
+        if self.folder is not None:
+            return
         if how == "deepcopy":
             other = copy.deepcopy(self.ours)
         elif how == "pickle":
@@ -196,7 +198,7 @@ class SameAsUpstream(RuleBasedStateMachine):
         assert other._observations.decode_on_gpu == self.ours._observations.decode_on_gpu
         if self.kind == "hindsight":
             other.set_env(self.buffer_arguments["env"])
-        if goes_on and self.folder is None:
+        if goes_on:
             other, self.ours = self.ours, other
         # Changes of one copy do not affect the other.
         other.add(*self.source.step())
