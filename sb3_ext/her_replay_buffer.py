@@ -93,15 +93,9 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
         """Set the arrays of transitions, and the lengths of their episodes."""
         super()._allocate_arrays()
         self.ep_length = self._arrays["ep_length"] = np.zeros((self.buffer_size, self.n_envs), np.int64)
-        self._restore_episodes()
-
-    def _restore_episodes(self) -> None:
-        """Set the lengths of episodes. Those that are still running when a buffer is saved have none."""
         rows = self._stored_rows()
-        if not len(rows):
-            return
-        has_ended = self.ep_start[rows[-1]] != self._current_ep_start
-        for env in range(self.n_envs):
+        has_ended = self.ep_start[self.pos - 1] != self._current_ep_start  # a saved buffer may have running episodes
+        for env in range(self.n_envs if len(rows) else 0):
             starts = self.ep_start[rows, env]
             # Two episodes in succession may have the same start, if the first one went once around the ring.
             is_first = np.append(True, (starts[1:] != starts[:-1]) | (starts[1:] == rows[1:]))
