@@ -39,7 +39,7 @@ _Buffer = TypeVar("_Buffer", bound="CompressedReplayBuffer")
 _logger = logging.getLogger("sb3_ext")
 
 
-def _fill(views: dict[tuple[int, ...], np.ndarray], name: str, value: Any) -> None:
+def _write_field(views: dict[tuple[int, ...], np.ndarray], name: str, value: Any) -> None:
     """Write a value to a field of a row. Errors contain its name.
 
     :param views: Views of the field by shape; the first one has the shape of the field. Others are added when needed
@@ -246,9 +246,9 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         observations, fields = self._observations, self._fields
         with observations.lock:
             # Everything that can fail runs before the first change.
-            _fill(fields["actions"], "action", action)
-            _fill(fields["rewards"], "reward", reward)
-            _fill(fields["dones"], "done", done)
+            _write_field(fields["actions"], "action", action)
+            _write_field(fields["rewards"], "reward", reward)
+            _write_field(fields["dones"], "done", done)
             if self.handle_timeout_termination:
                 if len(infos) != self.n_envs:
                     raise InvalidArgumentError(
@@ -256,7 +256,7 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
                         "stored"
                     )
                 timeouts = [info.get(_TIMEOUT, False) for info in infos]
-                _fill(fields["timeouts"], _TIMEOUT, timeouts if any(timeouts) else self._no_timeouts)
+                _write_field(fields["timeouts"], _TIMEOUT, timeouts if any(timeouts) else self._no_timeouts)
             observations.store.append(obs, next_obs, self._row)
             is_measured = observations.store.seen == MEASURED_AFTER
             if is_measured and observations.store.max_bytes is None and observations.storage_dir is None:

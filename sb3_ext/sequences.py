@@ -98,8 +98,8 @@ def _find_steps(
     """
     Find the steps around the given ones that belong to the same episode.
 
-    :return: Rows (in the padding, those of the first step), environments, whether each step is not padding, whether it
-        starts an episode, each of shape ``(batch, steps)``; steps of burn-in, ``(batch,)``
+    :return: Rows, environments, whether a step is present, and whether it starts an episode, each ``(batch, steps)``.
+        Padding has the row of the first step. Last, the steps of burn-in, ``(batch,)``
     """
     rows, envs = rows.astype(np.int64), envs.astype(np.int64)  # on Windows, NumPy draws 32-bit integers
     held, n_rows = buffer.size(), buffer.buffer_size
