@@ -22,7 +22,6 @@ def atomic(method: _Method) -> _Method:
     @defer_signals
     @functools.wraps(method)
     def call(self: CompressedBuffer, *args: Any, **kwargs: Any) -> Any:
-        """Call the method with signals deferred and the buffer's lock held."""
         with self._observations.lock:
             return method(self, *args, **kwargs)
 
@@ -34,7 +33,6 @@ def atomic_start(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(self: CompressedBuffer, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Yield the method's items; the first one is made with signals deferred and the lock held."""
         items = method(self, *args, **kwargs)
         yield atomic(lambda _: next(items))(self)
         yield from items
@@ -55,7 +53,7 @@ class CompressedBuffer(BaseBuffer):
             given = f"a Dict of {list(space.spaces)}" if isinstance(space, spaces.Dict) else space
             expected = "a Dict" if takes_dict else "one image or vector"
             raise InvalidTypeError(f"observation_space is {given}, expected {expected}. {self._OTHER_CLASS_HINT}")
-        self._observations = Observations(space, buffer_shape, **options)
+        self._observations = Observations.create(space, buffer_shape, **options)
 
     @property
     def codec(self) -> Any:

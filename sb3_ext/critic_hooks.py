@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch as th
-from stable_baselines3 import DQN
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
@@ -52,8 +51,7 @@ def register_critic(algorithm_class: type[OffPolicyAlgorithm], attribute: str | 
         ``train()`` weights the loss itself, by ``importance_weights``, and calls ``update_priorities()``
     :raises InvalidTypeError: If the class is not an off-policy algorithm that defines ``train()``.
 
-    >>> from stable_baselines3 import DQN
-    >>> from sb3_ext import register_critic
+    >>>     >>> from sb3_ext import register_critic
     >>> class DoubleDQN(DQN):
     ...     def train(self, gradient_steps, batch_size=100): ...
     >>> register_critic(DoubleDQN, "q_net")
@@ -116,51 +114,52 @@ class CriticHook:
     It ignores forward passes without gradients: those of target networks, ``predict()`` and evaluation. After the
     backward pass of the batch, it is removed.
 
+    The loss of DQN is smooth L1, so its gradient is the TD error clipped to 1. Larger errors are computed from the
+    batch and from the outputs of the target network.
+
     :param buffer: Buffer of the batch
     :param algorithm: Algorithm that trains
     :param critic: Its critic
     :param name: Name of the class that defines its ``train()``, for error texts
     :param weights: Importance weights, float32, shape ``(n,)``
-    :param target: Target values of the batch; None if errors are read from the gradient alone
+    :param batch: Batch of DQN; None if errors are read from the gradient alone
     :ivar done: Whether the gradients of all outputs have arrived
     """
 
     def __init__(
-        self,
-        buffer: Any,
-        algorithm: OffPolicyAlgorithm,
-        critic: th.nn.Module,
-        name: str,
-        weights: np.ndarray,
-        target: DqnTarget | None,
+        self, buffer: Any, algorithm: Any, critic: th.nn.Module, name: str, weights: np.ndarray, batch: Any
     ) -> None:
         self._buffer, self._algorithm = weakref.ref(buffer), weakref.ref(algorithm)
-        self._name, self._target = name, target
+        self._name, self._batch = name, batch
         self._weights = th.from_numpy(weights)
         self._outputs: list[th.Tensor] = []  # those of the critic
         self._errors: list[th.Tensor] = []
+        self._next_q: th.Tensor | None = None  # output of DQN's target network
         self.done = False
-        self._handle = critic.register_forward_hook(self)
+        modules = [critic] if batch is None else [critic, algorithm.q_net_target]
+        self._handles = [module.register_forward_hook(self) for module in modules]
 
     def __reduce__(self) -> Any:
         return functools.partial, (_ignore_call,)  # for copies of a critic while it trains
 
     def remove(self) -> None:
         """Remove the hooks from the networks, and release all tensors."""
-        self._handle.remove()
-        if self._target is not None:
-            self._target.remove()
-        self._outputs, self._target = [], None
+        for handle in self._handles:
+            handle.remove()
+        self._outputs, self._batch, self._next_q = [], None, None
 
     def __call__(self, module: th.nn.Module, args: Any, output: Any) -> None:
         """Register hooks for the gradients of the critic's outputs."""
+        algorithm, buffer = self._algorithm(), self._buffer()
+        if self._batch is not None and module is getattr(algorithm, "q_net_target", None):
+            self._next_q = output.detach()
+            return
         parts = output if isinstance(output, (tuple, list)) else (output,)
         outputs = [part for part in parts if isinstance(part, th.Tensor) and part.requires_grad]
-        buffer = self._buffer()
         if not outputs or buffer is None:
             return
         training = find_training_algorithm()
-        if training is None or training[0] is not self._algorithm():
+        if training is None or training[0] is not algorithm:
             self.remove()  # train() was interrupted, and the caller uses the critic
             return
         if self._outputs:
@@ -198,52 +197,24 @@ class CriticHook:
     def _finish(self) -> None:
         """Pass the TD errors to the buffer."""
         errors = th.stack([error.float() for error in self._errors]).mean(dim=0)
-        if self._target is not None:
-            errors = self._target.exact_errors(self._outputs[0], errors)
+        if self._next_q is not None and len(self._next_q) == len(errors) and errors.max() >= 1:
+            errors = self._unclip(errors, self._next_q)
         self.done = True
         self.remove()
         buffer = self._buffer()
         if buffer is not None:
             buffer.update_priorities(errors.cpu().numpy())
 
+    def _unclip(self, clipped: th.Tensor, next_q: th.Tensor) -> th.Tensor:
+        """Return absolute TD errors of DQN, or the clipped ones if the algorithm has computed other targets."""
+        batch, algorithm = self._batch, self._algorithm()
+        discounts = getattr(batch, "discounts", None)
+        discounts = algorithm.gamma if discounts is None else discounts  # type: ignore[union-attr]
+        targets = batch.rewards + (1 - batch.dones) * discounts * next_q.max(dim=1, keepdim=True).values
+        errors = (targets - self._outputs[0].gather(1, batch.actions.long())).abs().flatten()
+        matches = th.allclose(errors.clamp(max=1), clipped, rtol=1e-3, atol=1e-4)
+        return errors if matches else clipped
+
 
 def _ignore_call(module: th.nn.Module, args: Any, output: Any) -> None:
     """Do nothing. Copies of networks have this hook in place of those of the original."""
-
-
-class DqnTarget:
-    """
-    Target values of DQN, to compute TD errors above 1.
-
-    DQN's loss is smooth L1. Its gradient is the TD error, clipped to 1.
-
-    :param algorithm: DQN
-    :param samples: Batch
-    """
-
-    def __init__(self, algorithm: DQN, samples: Any) -> None:
-        discounts = getattr(samples, "discounts", None)
-        self._samples, self._discounts = samples, algorithm.gamma if discounts is None else discounts
-        self._next_q: th.Tensor | None = None
-        self._handle = algorithm.q_net_target.register_forward_hook(self)
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (_ignore_call,)
-
-    def remove(self) -> None:
-        """Remove the hook from the target network."""
-        self._handle.remove()
-
-    def __call__(self, module: th.nn.Module, args: Any, output: Any) -> None:
-        """Record the target network's outputs."""
-        self._next_q = output.detach()
-
-    def exact_errors(self, q_values: th.Tensor, clipped: th.Tensor) -> th.Tensor:
-        """Return absolute TD errors, or the clipped ones if the algorithm has computed other targets."""
-        batch, next_q = self._samples, self._next_q
-        if next_q is None or len(next_q) != len(clipped) or clipped.max() < 1:
-            return clipped
-        targets = batch.rewards + (1 - batch.dones) * self._discounts * next_q.max(dim=1, keepdim=True).values
-        errors = (targets - q_values.gather(1, batch.actions.long())).abs().flatten()
-        matches = th.allclose(errors.clamp(max=1), clipped, rtol=1e-3, atol=1e-4)
-        return errors if matches else clipped

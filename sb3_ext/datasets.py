@@ -63,8 +63,7 @@ class DatasetMethods(ReplayBuffer):
         dataset = open_dataset(source)
         observation_space = _as_sb3_space(dataset.observation_space, f"{dataset.name}: observation_space")
         if env is not None:
-            _check_same_spaces(env, observation_space, dataset)
-            observation_space = _as_sb3_space(env.observation_space, "env")
+            observation_space = _check_same_spaces(env, observation_space, dataset)
         action_space = dataset.action_space
         _check_action_space(action_space, dataset.name)
         n_envs = getattr(env, "num_envs", 1) if n_envs is None else check_count("n_envs", n_envs)
@@ -90,20 +89,19 @@ class DatasetMethods(ReplayBuffer):
             )
         storage_dir = options.get("storage_dir")
         created = storage_dir if storage_dir is not None and not Path(storage_dir).exists() else None
-        buffer = cls(buffer_size, observation_space, action_space, n_envs=n_envs, **options)
+        buffer: Any = cls(buffer_size, observation_space, action_space, n_envs=n_envs, **options)
         try:
             columns = [_read_transitions(dataset, action_space, env * n_rows, n_rows) for env in range(n_envs)]
             for row in zip(*columns, strict=True):
-                obs, next_obs, action, reward, done, truncated = zip(*row, strict=True)
-                infos = [{"TimeLimit.truncated": value} for value in truncated]
-                buffer.add(_stack(obs), _stack(next_obs), _stack(action), _stack(reward), np.array(done), infos)
+                *arrays, infos = zip(*row, strict=True)
+                buffer.add(*map(_stack, arrays), infos)
         except BaseException:
             buffer.reset()
-            buffer._observations.store.close()
+            buffer.close()
             if created is not None:
                 shutil.rmtree(created, ignore_errors=True)
             raise
-        return buffer
+        return buffer  # type: ignore[no-any-return]
 
     def to_dataset(self, target: str | os.PathLike[str], *, data_format: str = "hdf5") -> Path:
         """
@@ -132,7 +130,7 @@ def _stack(values: tuple[Any, ...]) -> Any:
 def _read_transitions(
     dataset: Dataset, action_space: spaces.Space[Any], first: int, count: int
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield observation, next observation, action, reward, done and truncated of the steps from ``first`` on.
+    """Yield observation, next observation, action, reward, done and info of the steps from ``first`` on.
 
     Episodes are marked as ended after their last step, and after the last transition.
     """
@@ -148,36 +146,32 @@ def _read_transitions(
             terminated = bool(episode.terminations[step])
             done = terminated or bool(episode.truncations[step]) or step == last
             obs, next_obs = (map_values(lambda array, row=row: array[row], observations) for row in (step, step + 1))
-            yield obs, next_obs, actions[step], episode.rewards[step], done, done and not terminated
+            info = {"TimeLimit.truncated": done and not terminated}
+            yield obs, next_obs, actions[step], episode.rewards[step], done, info
         number, start, left = number + 1, 0, left - (last + 1 - start)
 
 
-def read_buffer_episodes(buffer: ReplayBuffer) -> Iterator[Episode]:
+def read_buffer_episodes(buffer: Any) -> Iterator[Episode]:
     """
     Yield the episodes of a replay buffer, of one environment after the other, from the oldest to the newest.
 
-    :param buffer: Replay buffer of Stable Baselines3 or of this package
+    :param buffer: :class:`CompressedReplayBuffer`
     """
-    size = buffer.size()
-    rows = (buffer.pos - size + np.arange(size)) % buffer.buffer_size
-    stored = getattr(buffer, "_observations", None)  # of a compressed buffer
-    max_error = 0 if stored is None else stored.map_parts(lambda part: part.max_error)
+    rows, max_error = buffer._stored_rows(), buffer._observations.map_parts(lambda part: part.max_error)
+    chunks = [rows[first : first + _ROWS_PER_CHUNK] for first in range(0, len(rows), _ROWS_PER_CHUNK)]
     for env in range(buffer.n_envs):
-        firsts = range(0, size, _ROWS_PER_CHUNK)
-        steps = (_read_steps(buffer, rows[first : first + _ROWS_PER_CHUNK], env) for first in firsts)
-        yield from split_episodes(steps, max_error)
+        yield from split_episodes((_read_steps(buffer, chunk, env) for chunk in chunks), max_error)
 
 
 def _read_steps(buffer: ReplayBuffer, rows: np.ndarray, env: int) -> Steps:
     """Return the steps of one environment in these rows."""
     space = buffer.action_space
+    actions = buffer.actions[rows, env].reshape(len(rows), *(space.shape or ()))
     done, timeout = buffer.dones[rows, env] > 0, buffer.timeouts[rows, env] > 0
     return Steps(
         _read_rows(buffer.observation_space, buffer.observations, rows, env),
         _read_rows(buffer.observation_space, buffer.next_observations, rows, env),
-        _scale(space, buffer.actions[rows, env].reshape(len(rows), *(space.shape or ())), back=True).astype(
-            space.dtype
-        ),
+        _scale(space, actions, back=True).astype(space.dtype),
         buffer.rewards[rows, env].astype(np.float64),
         done & ~timeout,
         done & timeout,
@@ -203,31 +197,20 @@ def _scale(space: spaces.Space[Any], actions: np.ndarray, *, back: bool = False)
 
 
 def _check_action_space(space: spaces.Space[Any], name: str) -> None:
-    """
-    Check that SB3 can store actions of a space.
-
-    :raises InvalidTypeError: If the space is a Dict, or a Box of integers.
-    :raises InvalidArgumentError: If the bounds of a Box are infinite or equal.
-    """
+    """Check that SB3 can store actions of a space."""
     if isinstance(space, spaces.Dict) or (isinstance(space, spaces.Box) and space.dtype.kind != "f"):
         raise InvalidTypeError(
             f"{name}: action_space is {space}, expected a Box of floats, Discrete, MultiDiscrete or MultiBinary"
         )
-    if isinstance(space, spaces.Box) and not (np.isfinite(space.low) & np.isfinite(space.high - space.low)).all():
+    if isinstance(space, spaces.Box) and not (np.isfinite(space.high - space.low) & (space.low < space.high)).all():
         raise InvalidArgumentError(
-            f"{name}: action_space is {space}, expected finite bounds, because Stable Baselines3 scales actions to "
-            "[-1, 1]. Record the dataset with gymnasium.wrappers.RescaleAction(env, -1, 1)"
+            f"{name}: action_space is {space}, expected finite bounds with low < high, because Stable Baselines3 "
+            "scales actions to [-1, 1]. Record the dataset with gymnasium.wrappers.RescaleAction(env, -1, 1)"
         )
-    if isinstance(space, spaces.Box) and not (space.low < space.high).all():
-        raise InvalidArgumentError(f"{name}: action_space is {space}, expected low < high in every dimension")
 
 
 def _as_sb3_space(space: spaces.Space[Any], name: str) -> spaces.Space[Any]:
-    """
-    Return the observation space that SB3's buffers have, with images channels-first.
-
-    :raises InvalidTypeError: If a Dict contains another Dict.
-    """
+    """Return the observation space that SB3's buffers have, with images channels-first."""
     if not isinstance(space, spaces.Dict):
         return VecTransposeImage.transpose_space(space) if _is_channels_last(space) else space  # type: ignore[arg-type]
     if nested := [key for key, part in space.spaces.items() if isinstance(part, spaces.Dict)]:
@@ -247,25 +230,21 @@ def _is_channels_last(space: spaces.Space[Any]) -> bool:
     return isinstance(space, spaces.Box) and is_image_space(space) and not is_image_space_channels_first(space)
 
 
-def _check_same_spaces(env: Any, observation_space: spaces.Space[Any], dataset: Dataset) -> None:
-    """
-    Check that the dataset has the spaces of an environment.
-
-    :raises InvalidArgumentError: If they differ.
-    """
+def _check_same_spaces(env: Any, observation_space: spaces.Space[Any], dataset: Dataset) -> spaces.Space[Any]:
+    """Check that the dataset has the spaces of an environment, and return its observation space in SB3's form."""
     if not hasattr(env, "observation_space"):
         raise InvalidTypeError(f"env={env!r}: expected an environment. Use env=model.get_env()")
     found = _as_sb3_space(env.observation_space, "env")
-    if _describe(found) != _describe(observation_space):
-        raise InvalidArgumentError(
-            f"{dataset.name} has observations of {observation_space}, but env has {found}. Wrap the environment as it "
-            "was for the dataset, or choose another dataset"
-        )
-    if env.action_space != dataset.action_space:
-        raise InvalidArgumentError(
-            f"{dataset.name} has actions of {dataset.action_space}, but env has {env.action_space}. Wrap the "
-            "environment as it was for the dataset, or choose another dataset"
-        )
+    for name, ours, theirs, is_same in (
+        ("observations", observation_space, found, _describe(observation_space) == _describe(found)),
+        ("actions", dataset.action_space, env.action_space, dataset.action_space == env.action_space),
+    ):
+        if not is_same:
+            raise InvalidArgumentError(
+                f"{dataset.name} has {name} of {ours}, but env has {theirs}. Wrap the environment as it was for the "
+                "dataset, or choose another dataset"
+            )
+    return found
 
 
 def _describe(space: spaces.Space[Any]) -> Any:

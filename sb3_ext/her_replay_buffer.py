@@ -33,10 +33,10 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
     >>> model = SAC("MultiInputPolicy", env, replay_buffer_class=CompressedHerReplayBuffer)  # doctest: +SKIP
     """
 
-    _UNSAVED_ATTRIBUTES: tuple[str, ...] = ("env",)
     _OTHER_CLASS_HINT = "Hindsight needs the keys observation, achieved_goal and desired_goal"
     _NO_SEQUENCES = "it replaces the goals of single steps. Use replay_buffer_class=CompressedDictReplayBuffer"
     env: VecEnv | None = None  # a loaded buffer has none before set_env()
+    _current_ep_start: Any = -1  # rows in which the running episodes started; a buffer that is being created has none
 
     def __init__(
         self,
@@ -68,7 +68,12 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
                 f"goal_selection_strategy={goal_selection_strategy!r}: expected one of {[*KEY_TO_GOAL_STRATEGY]}"
             )
         if isinstance(observation_space, spaces.Dict):  # others are refused below
-            _check_goals(*(observation_space.spaces.get(key) for key in ("achieved_goal", "desired_goal")))
+            goals: Any = [observation_space.spaces.get(key) for key in ("achieved_goal", "desired_goal")]
+            if None in goals or goals[0].shape != goals[1].shape or not np.can_cast(goals[0].dtype, goals[1].dtype):
+                raise InvalidArgumentError(
+                    f"achieved_goal is {goals[0]} and desired_goal is {goals[1]}: expected spaces of the same shape "
+                    "and dtype, because hindsight replaces desired goals by achieved ones"
+                )
         # HerReplayBuffer's constructor would replace the arrays of the store.
         self.env, self.copy_info_dict = env, copy_info_dict
         self.goal_selection_strategy = goal_selection_strategy
@@ -88,23 +93,18 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
         """Set the arrays of transitions, and the lengths of their episodes."""
         super()._allocate_arrays()
         self.ep_length = self._arrays["ep_length"] = np.zeros((self.buffer_size, self.n_envs), np.int64)
-        self._restore_episodes()
-
-    def _restore_episodes(self) -> None:
-        """Set the lengths of episodes. Those that are still running when a buffer is saved have none."""
         rows = self._stored_rows()
-        for env in range(self.n_envs if self.size() else 0):
+        has_ended = self.ep_start[self.pos - 1] != self._current_ep_start  # a saved buffer may have running episodes
+        for env in range(self.n_envs if len(rows) else 0):
             starts = self.ep_start[rows, env]
             # Two episodes in succession may have the same start, if the first one went once around the ring.
-            is_first = (starts[1:] != starts[:-1]) | (starts[1:] == rows[1:])
-            ends = [*(np.flatnonzero(is_first) + 1), len(rows)]
-            for first, end in zip([0, *ends[:-1]], ends, strict=True):
-                intact = starts[first] == rows[first]
-                # SB3 does not sample an episode that is as long as the buffer.
-                self.ep_length[rows[first:end], env] = intact * ((end - first) % self.buffer_size)
-            if (start := self.__dict__.get("_current_ep_start")) is not None:
-                running = (start[env] + np.arange((self.pos - start[env]) % self.buffer_size)) % self.buffer_size
-                self.ep_length[running, env] = 0
+            is_first = np.append(True, (starts[1:] != starts[:-1]) | (starts[1:] == rows[1:]))
+            firsts = np.flatnonzero(is_first)
+            # SB3 does not sample an episode that is as long as the buffer.
+            lengths = np.diff(firsts, append=len(rows)) % self.buffer_size
+            lengths *= starts[firsts] == rows[firsts]  # others have lost their beginning
+            lengths[-1] *= has_ended[env]
+            self.ep_length[rows, env] = lengths[np.cumsum(is_first) - 1]
 
     @atomic
     def add(
@@ -120,29 +120,22 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
         # HerReplayBuffer.add changes the row of the oldest transition before it is overwritten. After an error it would
         # stay changed.
         row, before = self.pos, self.size()
-        overwritten = self.ep_start[row].copy()
-        self._row.data["ep_start"] = self._current_ep_start
+        self._row["ep_start"] = self._current_ep_start
         super().add(obs, next_obs, action, reward, done, infos)
-        self._invalidate_rest_of_episodes(row, overwritten)
+        self._forget_episodes(self._lost_rows(before))
         if self.copy_info_dict:
             self.infos[row] = infos
         for env in np.flatnonzero(done).tolist():
             self._compute_episode_length(env)
-        dropped = self._dropped_rows(before)
-        if len(dropped):  # their episodes have lost the beginning
-            self._invalidate_rest_of_episodes(dropped[0], self.ep_start[dropped[0]])
-            for env in range(self.n_envs):
-                self._set_episode_length(dropped, env, 0)
 
-    def _invalidate_rest_of_episodes(self, row: int, starts: np.ndarray) -> None:
-        """Set ``ep_length`` to 0 from a row to the ends of its episodes, as HER skips zeros.
-
-        :param starts: Rows in which these episodes started, one per environment
-        """
-        for env in np.flatnonzero(self.ep_length[row]).tolist():
-            past = (row - starts[env]) % self.buffer_size
-            later = np.arange(max(self.ep_length[row, env] - past, 0))
-            self._set_episode_length((row + later) % self.buffer_size, env, 0)
+    def _forget_episodes(self, lost: np.ndarray) -> None:
+        """Set ``ep_length`` of lost rows to 0, and of episodes that have lost their beginning, as HER skips zeros."""
+        oldest = self._observations.store.first
+        for env in np.flatnonzero(self.ep_length[lost].any(axis=0)).tolist():
+            past = (oldest - self.ep_start[oldest, env]) % self.buffer_size
+            n_left = max(self.ep_length[oldest, env] - past, 0) if past else 0
+            rest = (oldest + np.arange(n_left)) % self.buffer_size
+            self._set_episode_length(np.append(lost, rest), env, 0)
 
     @atomic
     def reset(self) -> None:
@@ -152,7 +145,6 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
         Unlike SB3's buffer, which keeps sampling the old episodes after ``reset()``, this one starts empty.
         """
         super().reset()
-        self.ep_length[:] = 0
         self._current_ep_start[:] = 0
 
     @atomic
@@ -172,6 +164,9 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
     def _set_episode_length(self, rows: np.ndarray, env_idx: int, length: int) -> None:
         """Set ``ep_length`` of the rows of an episode. HER does not sample rows with 0."""
         self.ep_length[rows, env_idx] = length
+
+    def _saved_attributes(self) -> dict[str, Any]:
+        return {name: value for name, value in super()._saved_attributes().items() if name != "env"}
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> DictReplayBufferSamples:  # type: ignore[override]
         """
@@ -216,22 +211,3 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
         rewards[virtual] = computed.reshape(-1)
         samples: DictReplayBufferSamples = self._make_samples(rows, envs, obs, next_obs, rewards, env)
         return samples
-
-
-def _check_goals(achieved: Any, desired: Any) -> None:
-    """
-    Check that an achieved goal can replace a desired one.
-
-    :param achieved, desired: Spaces of the goals; None if there is no such key
-    :raises InvalidArgumentError: If a goal is missing, or their shapes or dtypes differ.
-    """
-    if (
-        achieved is None
-        or desired is None
-        or achieved.shape != desired.shape
-        or not np.can_cast(achieved.dtype, desired.dtype)
-    ):
-        raise InvalidArgumentError(
-            f"achieved_goal is {achieved} and desired_goal is {desired}: expected spaces of the same shape and dtype, "
-            "because hindsight replaces desired goals by achieved ones"
-        )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +12,6 @@ import numpy.typing as npt
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.frames.planning import format_bytes
 from rl_ext_core.resources import available_memory
-
-Decoder = Callable[..., npt.NDArray[np.generic]]
 
 
 class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
@@ -26,42 +22,38 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
     array; rows that were never added are zero. Arithmetic and array methods decode everything, so index first:
     ``view[:1000].mean()``. Only a rollout can be written to, row by row.
 
-    :param decode: Function that returns the observations at ``(n,)`` positions along each axis of ``buffer_shape``.
-        With ``reuse_memory=False``, later batches do not use their memory again
-    :param buffer_shape: ``(buffer_size, n_envs)``, or ``(n_envs * buffer_size,)`` once it is flattened
-    :param shape: Shape of one observation
-    :param dtype: Dtype of the observations
-    :param append: Function that stores the observations of a row: ``view[row] = observations``. None: read-only
+    :param source: The :class:`Observations`
+    :param key: Key of a ``Dict``; None for other spaces
+    :param of_next_obs: Whether to decode the next observations
+    :param writable: Whether ``view[row] = observations`` stores the next step of a rollout
+    :param is_flat: Whether the first two axes are one, with all steps of environment 0 first
     :ivar ndim: Number of axes
     :ivar size: Number of values
     :ivar nbytes: Size of all observations once they are decoded, in bytes
     """
 
     def __init__(
-        self,
-        decode: Decoder,
-        buffer_shape: tuple[int, ...],
-        shape: tuple[int, ...],
-        dtype: np.dtype[np.generic],
-        *,
-        append: Callable[[int, npt.NDArray[np.generic]], None] | None = None,
+        self, source: Any, key: Any, *, of_next_obs: bool = False, writable: bool = False, is_flat: bool = False
     ) -> None:
-        self._decode, self._buffer_shape, self._append = decode, buffer_shape, append
-        self.shape, self.dtype = (*buffer_shape, *shape), dtype
+        self._source, self._key, self._of_next_obs, self._writable = source, key, of_next_obs, writable
+        store, part = source.store, source.parts[key]
+        self._buffer_shape = (store.n_envs * store.capacity,) if is_flat else (store.capacity, store.n_envs)
+        self.shape: tuple[int, ...] = (*self._buffer_shape, *part.shape)
+        self.dtype = part.dtype
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
-        self.nbytes = self.size * dtype.itemsize
+        self.nbytes = self.size * self.dtype.itemsize
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, key: Any) -> npt.NDArray[np.generic]:
         keys = key if isinstance(key, tuple) else (key,)
-        if len(keys) == len(self._buffer_shape) and _are_index_arrays(*keys):
-            # Buffers index so for each batch. Rows that do not exist raise the error of an array below.
-            with contextlib.suppress(InvalidArgumentError):
+        if len(keys) == len(self._buffer_shape) and all(getattr(key, "dtype", None) == np.int64 for key in keys):
+            # Buffers index so for each batch. Other shapes, and rows that do not exist, are left to NumPy.
+            with contextlib.suppress(InvalidArgumentError, TypeError):
                 return self._decode(*keys)
         place, rest = self._split_key(keys)
-        positions = self._positions(place)
+        positions = [grid[place] for grid in np.broadcast_arrays(*np.indices(self._buffer_shape, sparse=True))]
         # Always copy, because NumPy warns of broadcast arrays if numba reads them.
         flat = [np.array(part, dtype=np.int64, order="C").reshape(-1) for part in positions]
         found = self._decode(*flat, reuse_memory=False).reshape(
@@ -70,16 +62,16 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         part: npt.NDArray[np.generic] = found[(slice(None),) * positions[0].ndim + rest]
         return part
 
-    def _positions(self, place: tuple[Any, ...]) -> list[npt.NDArray[np.int64]]:
-        """Return the indexed positions along each axis of ``buffer_shape``."""
-        return [grid[place] for grid in np.broadcast_arrays(*np.indices(self._buffer_shape, sparse=True))]
+    def _decode(self, *places: npt.NDArray[np.int64], **options: bool) -> npt.NDArray[np.generic]:
+        """Decode the observations at ``(n,)`` positions along each axis of ``buffer_shape``."""
+        if len(places) == 1:  # all steps of environment 0 come first
+            envs, rows = np.divmod(places[0], self._source.store.capacity)
+            places = rows, envs
+        found: npt.NDArray[np.generic] = self._source.decode_part(self._key, self._of_next_obs, *places, **options)
+        return found
 
     def _split_key(self, keys: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """
-        Split an index into one for rows and environments, and one within observations.
-
-        :raises InvalidArgumentError: If indexing an array with the two parts in turn gives another result.
-        """
+        """Split an index into one for rows and environments, and one within observations."""
         n_axes = len(self._buffer_shape)
         mask = np.asarray(keys[0]) if keys and not isinstance(keys[0], (slice, int, np.integer)) else None
         n_place = 1 if mask is not None and mask.dtype == bool and mask.ndim == n_axes else n_axes
@@ -89,6 +81,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
             missing_axes = (slice(None),) * (len(self.shape) - n_keys + 1)
             keys = keys[:position] + missing_axes + keys[position + 1 :]
         place, rest = keys[:n_place], keys[n_place:]
+        # Indexing with the two parts in turn must give the same result.
         is_separable = all(isinstance(part, slice) for part in rest) or all(
             isinstance(part, (slice, int, np.integer)) for part in keys
         )
@@ -126,9 +119,9 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         return getattr(decoded, name)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if self._append is None:
+        if not self._writable:
             raise self._read_only_error()
-        self._append(key, value)
+        self._source.append_step(self._key, key, value)
 
     def __bool__(self) -> bool:
         if self.size != 1:  # the error of an array, without decoding
@@ -144,23 +137,4 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
 
     def swap_and_flatten(self) -> ObservationView:
         """Return a flat view of all steps of each environment in turn, as in SB3."""
-        n_rows, n_envs = self._buffer_shape
-        return ObservationView(
-            partial(_decode_flat, self._decode, n_rows), (n_envs * n_rows,), self.shape[2:], self.dtype
-        )
-
-
-def _decode_flat(
-    decode: Decoder, n_rows: int, positions: npt.NDArray[np.int64], **options: Any
-) -> npt.NDArray[np.generic]:
-    """Decode rows of a flat view, in which all steps of environment 0 come first."""
-    envs, rows = np.divmod(positions, n_rows)
-    return decode(rows, envs, **options)
-
-
-def _are_index_arrays(*keys: Any) -> bool:
-    """Return whether a decoder takes these keys: contiguous 1-D int64 arrays of equal length."""
-    for key in keys:
-        if type(key) is not np.ndarray or key.dtype != np.int64 or key.ndim != 1 or not key.flags.c_contiguous:
-            return False
-    return len(keys[0]) == len(keys[-1])
+        return ObservationView(self._source, self._key, of_next_obs=self._of_next_obs, is_flat=True)

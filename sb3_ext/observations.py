@@ -6,9 +6,7 @@ import math
 import operator
 import os
 import warnings
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,33 +20,25 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.gpu_decode import GpuDecoder
 from rl_ext_core.frames.layout import differing_rows
 from rl_ext_core.frames.recycle import RecycledArrays
-from rl_ext_core.frames.store import FrameStore, Observation, prefix_key
+from rl_ext_core.frames.store import FrameStore, Observation, StoredPart, prefix_key
 from rl_ext_core.vector.environments import check_count
 from sb3_ext.observation_view import ObservationView
 
 IndexArray = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
-HandlesByKey = dict[Any, tuple[IndexArray, IndexArray]]
 
 _SINGLE_KEY = None  # key of an observation that is not a Dict
-_DEFAULTS: dict[str, Any] = {"codec": "patch", "n_stack": None, "max_error": 0, "quality": 95}
-
-in_folders: weakref.WeakSet[Observations] = weakref.WeakSet()  # of this process
-
-
-def _as_int64(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Cast integers to int64; copy them only if needed."""
-    return numbers.astype(np.int64, copy=False)  # on Windows, NumPy draws 32-bit integers
 
 
 class Part:
     """Observations of one key of a ``Dict`` space, or of another space."""
 
-    def __init__(self, key: Any, shape: tuple[int, ...], dtype: np.dtype[Any], buffer_shape: tuple[int, int]) -> None:
-        self.key, self.shape, self.dtype, self.buffer_shape = key, shape, dtype, buffer_shape
+    def __init__(self, stored: StoredPart) -> None:
+        self.shape, self.dtype, self._batch_shape = stored.layout.shape, stored.layout.dtype, stored.batch_shape
         self.recycled = RecycledArrays()
-        self._batch_shape = (buffer_shape[1], *shape)
+        self._suffix = "" if stored.key is _SINGLE_KEY else f"[{stored.key!r}]"
         self._cast_warned = False
+        stored.converter = self.match_space
 
     def empty(self, n: int) -> Array:
         """Return an array to decode ``n`` observations into, which no batch in use shares."""
@@ -82,10 +72,9 @@ class Part:
         if not self._cast_warned and not np.can_cast(stack.dtype, self.dtype, "safe"):
             self._cast_warned = True
             warnings.warn(
-                f"{name if self.key is _SINGLE_KEY else f'{name}[{self.key!r}]'} has dtype {stack.dtype}, but the "
-                f"observation space has {self.dtype}. Observations are cast, which may change values; Stable "
-                "Baselines3's buffers cast silently. To avoid this warning, return observations of dtype "
-                f"np.{self.dtype} from the environment",
+                f"{name}{self._suffix} has dtype {stack.dtype}, but the observation space has {self.dtype}. "
+                "Observations are cast, which may change values; Stable Baselines3's buffers cast silently. To avoid "
+                f"this warning, return observations of dtype np.{self.dtype} from the environment",
                 stacklevel=6,
             )
         return cast
@@ -95,84 +84,69 @@ class Observations:
     """
     Observations of a buffer, in SB3's form: an array, or a dict of arrays for a ``Dict``.
 
-    :param space: Observation space
-    :param buffer_shape: Transitions per environment, and number of environments
-    :param row_fields: Name, dtype and shape of the other values of each row, as for :class:`numpy.dtype`
-    :param num_threads: Number of threads that decode large batches; None for ``torch.get_num_threads()``
-    :param max_bytes: Size limit in bytes; None for no limit
-    :param storage_dir: Folder to store the transitions in
-    :param resume: Whether to continue with the transitions in the folder
-    :param decode_on_gpu: Whether :meth:`decode` decodes images on the GPU that it is asked for
-    :param options: Fields of :class:`Observation`. A dict sets an option by key. Any other value applies to the images:
-        the keys with two or more dimensions
-    :ivar store: Store of all transitions; its position is that of the buffer
+    :param store: Store of all transitions; its position is that of the buffer
+    :param arguments: Arguments of :meth:`create`, except those of the folder
+    :param storage_dir: Folder of the store, as passed; None if it is in memory
     :ivar parts: Observations by key; the key is None if the space is not a ``Dict``
     :ivar lock: Lock of the buffer, acquired to change the buffer or to write it to a file
-    :ivar storage_dir: Folder of the observations, as passed; None if they are in memory
-    :raises InvalidArgumentError: If an option is given for an unknown key, or the folder belongs to another buffer.
     """
 
-    storage_dir: str | os.PathLike[str] | None = None
-
     def __init__(
-        self,
+        self, store: FrameStore, arguments: dict[str, Any], storage_dir: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.store, self.lock, self.arguments, self.storage_dir = store, store.lock, arguments, storage_dir
+        self.num_threads, self.decode_on_gpu = arguments["num_threads"], arguments["decode_on_gpu"]
+        self.parts: dict[Any, Part] = {key: Part(stored) for key, stored in store.parts.items()}
+        self._step: dict[Any, Any] = {}  # observations of a rollout's step, until all keys are given
+        self._gpu_decoder: GpuDecoder | None = None
+
+    def __reduce__(self) -> Any:
+        return Observations, (self.store, self.arguments)
+
+    @classmethod
+    def create(
+        cls,
         space: spaces.Space[Any],
         buffer_shape: tuple[int, int],
         *,
-        row_fields: Sequence[tuple[str, Any, tuple[int, ...]]] = (),
+        row_dtype: npt.DTypeLike | None = None,
         num_threads: int | None = None,
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | None = None,
         resume: bool = False,
         decode_on_gpu: bool = False,
         **options: Any,
-    ) -> None:
+    ) -> Observations:
+        """
+        Create a store of observations, or open one in a folder.
+
+        :param space: Observation space
+        :param buffer_shape: Transitions per environment, and number of environments
+        :param row_dtype: Dtype of the other values of each row
+        :param options: Fields of :class:`Observation`. A dict sets an option by key. Any other value applies to the
+            images: the keys with two or more dimensions. The other arguments are options of the buffers
+        :raises InvalidArgumentError: If an option is given for an unknown key, or the folder belongs to another buffer.
+        """
         by_key: dict[Any, Any] = space.spaces if isinstance(space, spaces.Dict) else {_SINGLE_KEY: space}
         if not by_key:
             raise InvalidArgumentError(f"observation_space={space} has no keys, expected at least one")
         for name, value in options.items():
             if isinstance(value, Mapping) and (unknown := [key for key in value if key not in by_key]):
                 raise InvalidArgumentError(f"{name} is given for {unknown}, expected keys among {[*by_key]}")
-        self.num_threads = None if num_threads is None else check_count("num_threads", num_threads)
-        self.decode_on_gpu = decode_on_gpu
-        self.arguments = {
-            "space": space,
-            "buffer_shape": buffer_shape,
-            "row_fields": row_fields,
-            "decode_on_gpu": decode_on_gpu,
-            "num_threads": num_threads,
-            "max_bytes": max_bytes,
-            **options,
-        }
+        for name, count in (("num_threads", num_threads), ("max_bytes", max_bytes)):
+            if count is not None:
+                check_count(name, count)
         given = {}
         for key, subspace in by_key.items():
             shape: Any = get_obs_shape(subspace)
             with prefix_key(key):
                 chosen = _options_for_key(key, options, image=key is _SINGLE_KEY or len(shape) > 1)
                 given[key] = Observation(shape, subspace.dtype, **chosen)
-        store = FrameStore(
-            *buffer_shape,
-            given.get(_SINGLE_KEY, given),
-            row_dtype=np.dtype([*row_fields]) if row_fields else None,
-            max_bytes=None if max_bytes is None else check_count("max_bytes", max_bytes),
-            storage_dir=storage_dir,
-            resume=resume,
-        )
-        self._set_store(store)
-        if storage_dir is not None:
-            self.storage_dir = storage_dir
-            in_folders.add(self)
-
-    def _set_store(self, store: FrameStore) -> None:
-        """Set the store, and initialize the attributes that are derived from it."""
-        self.store, self.lock = store, store.lock
-        shape = store.capacity, store.n_envs
-        self.parts: dict[Any, Part] = {}
-        for key, found in store.parts.items():
-            self.parts[key] = Part(key, found.layout.shape, found.layout.dtype, shape)
-            found.converter = self.parts[key].match_space
-        self._step: dict[Any, Any] = {}  # observations of a rollout's step, until all keys are given
-        self._gpu_decoder: GpuDecoder | None = None
+        observation = given.get(_SINGLE_KEY, given)
+        rest: dict[str, Any] = {"row_dtype": row_dtype, "max_bytes": max_bytes}
+        store = FrameStore(*buffer_shape, observation, **rest, storage_dir=storage_dir, resume=resume)
+        rest |= {"num_threads": num_threads, "decode_on_gpu": decode_on_gpu, **options}
+        return cls(store, {"space": space, "buffer_shape": buffer_shape, **rest}, storage_dir)
 
     def append_step(self, key: Any, row: Any, obs: Any) -> None:
         """Store the observations of one step of a rollout, once those of all keys are given."""
@@ -203,69 +177,65 @@ class Observations:
 
         :param device: Device of the batch, if images may be tensors on it
         """
-        rows, envs, decoder = _as_int64(rows), _as_int64(envs), self._decoder_for(device)
-        on_gpu = [key for key, part in self.parts.items() if len(part.shape) > 1 and decoder is not None]
-        on_gpu = [key for key in on_gpu if decoder.can_decode(self.store.parts[key])]
-        before: dict[Any, Any] = {key: part.empty(len(rows)) for key, part in self.parts.items() if key not in on_gpu}
-        after: dict[Any, Any] = {key: self.parts[key].empty(len(rows)) for key in before}
+        # On Windows, NumPy draws 32-bit integers.
+        rows, envs, decoder = rows.astype(np.int64, copy=False), envs.astype(np.int64, copy=False), None
+        if self.decode_on_gpu and device is not None and device.type != "cpu":
+            if self._gpu_decoder is None or self._gpu_decoder.device != device:
+                self._gpu_decoder = GpuDecoder(device)
+            decoder = self._gpu_decoder
+        before: dict[Any, Any] = {}
+        after: dict[Any, Any] = {}
+        on_gpu = []
+        for key, part in self.parts.items():
+            if decoder is not None and len(part.shape) > 1 and decoder.can_decode(self.store.parts[key]):
+                on_gpu.append(key)
+            else:
+                before[key], after[key] = part.empty(len(rows)), part.empty(len(rows))
         if before:
             outs = before.get(_SINGLE_KEY, before), after.get(_SINGLE_KEY, after)
             self.store.get(rows, envs, *outs, num_threads=self._thread_count())
         for key in on_gpu:
-            before[key], after[key] = decoder.get(self.store, rows, envs, key)
+            before[key], after[key] = decoder.get(self.store, rows, envs, key)  # type: ignore[union-attr]
         return before.get(_SINGLE_KEY, before), after.get(_SINGLE_KEY, after)
 
-    def _decoder_for(self, device: Any) -> Any:
-        """Return the decoder for a GPU; None if images are decoded on the CPU."""
-        if device is None or device.type == "cpu" or not self.decode_on_gpu:
-            return None
-        if self._gpu_decoder is None or self._gpu_decoder.device != device:
-            self._gpu_decoder = GpuDecoder(device)
-        return self._gpu_decoder
-
-    def _decode_part(
+    def decode_part(
         self, key: Any, of_next_obs: bool, rows: IndexArray, envs: IndexArray, *, reuse_memory: bool = True
     ) -> Array:
-        """Decode the observations, or the next observations, of one key."""
+        """
+        Decode the observations, or the next observations, of one key.
+
+        :param reuse_memory: Whether later batches may use the memory again, once the result is gone
+        """
         part = self.parts[key]
         found = part.empty(len(rows)) if reuse_memory else np.empty((len(rows), *part.shape), part.dtype)
         out: Any = found if key is _SINGLE_KEY else {key: found}
         outs = (None, out) if of_next_obs else (out, None)
-        self.store.get(_as_int64(rows), _as_int64(envs), *outs, num_threads=self._thread_count())
+        self.store.get(rows, envs, *outs, num_threads=self._thread_count())
         return found
 
-    def handles(self, rows: IndexArray, envs: IndexArray) -> HandlesByKey:
-        """Return the handles of observations and next observations, each of shape ``(batch,)``, by key."""
-        found = self.store.handles(_as_int64(rows), _as_int64(envs))
-        return found if isinstance(found, dict) else {_SINGLE_KEY: found}
-
-    def decode_handles(self, handles: HandlesByKey) -> tuple[Any, Any]:
-        """Decode observations and next observations by their handles; 0 gives zeros."""
-        outs: list[dict[Any, Any]] = [{}, {}]
-        for key, part in self.parts.items():
-            for found, out in zip(handles[key], outs, strict=True):
-                out[key] = part.empty(len(found))
-                self.store.get_stacks(found, out[key], key=key, num_threads=self._thread_count())
-        before, after = (out.get(_SINGLE_KEY, out) for out in outs)
-        return before, after
-
-    def are_equal(self, left: Mapping[Any, IndexArray], right: Mapping[Any, IndexArray]) -> npt.NDArray[np.bool_]:
-        """Return which of two batches of handles refer to equal observations, shape ``(batch,)``.
+    def are_continued(self, rows: IndexArray, envs: IndexArray, where: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """
+        Return whether the next observation of each step but the last is the observation of the step after it.
 
         With ``max_error``, those are equal that may be one picture.
 
-        :param left, right: Handles of shape ``(batch,)``, by key
+        :param rows, envs: Steps, shape ``(batch, steps)``
+        :param where: Steps to compare, shape ``(batch, steps - 1)``. The result is False for the others
         """
-        equal = np.ones(len(left[next(iter(left))]), dtype=np.bool_)
+        handles = self.store.handles(rows.ravel(), envs.ravel())
+        equal = where.copy()
         for key, part in self.parts.items():
+            pair = handles[key] if isinstance(handles, dict) else handles
+            stacks, nexts = (found.reshape(rows.shape) for found in pair)
+            sides = nexts[:, :-1], stacks[:, 1:]
             # Equal observations usually have equal handles. Only those that were stored twice are decoded.
-            differ = np.flatnonzero(left[key] != right[key])
-            if len(differ):
-                sides = [np.empty((len(differ), *part.shape), dtype=part.dtype) for _ in range(2)]
-                for handles, stacks in zip((left[key], right[key]), sides, strict=True):
-                    self.store.get_stacks(handles[differ], stacks, key=key, num_threads=self._thread_count())
+            differ = equal & (sides[0] != sides[1])
+            if differ.any():
+                left, right = (np.empty((np.count_nonzero(differ), *part.shape), part.dtype) for _ in sides)
+                for side, out in zip(sides, (left, right), strict=True):
+                    self.store.get_stacks(side[differ], out, key=key, num_threads=self._thread_count())
                 max_error = self.store.parts[key].max_error
-                equal[differ] &= may_be_same(sides[0], sides[1], max_error) if max_error else ~differing_rows(*sides)
+                equal[differ] = may_be_same(left, right, max_error) if max_error else ~differing_rows(left, right)
         return equal
 
     def _thread_count(self) -> int:
@@ -277,17 +247,9 @@ class Observations:
         found = {key: read(part) for key, part in self.store.parts.items()}
         return found.get(_SINGLE_KEY, found)
 
-    def views(self, *, of_next_obs: bool = False, writable: bool = False) -> Any:
-        """Return views for SB3's ``observations`` or ``next_observations``."""
-
-        def view(key: Any, part: Part) -> ObservationView:
-            """Return the view of one key."""
-            decode, append = partial(self._decode_part, key, of_next_obs), partial(self.append_step, key)
-            return ObservationView(
-                decode, part.buffer_shape, part.shape, part.dtype, append=append if writable else None
-            )
-
-        found = {key: view(key, part) for key, part in self.parts.items()}
+    def views(self, **options: bool) -> Any:
+        """Return views for SB3's ``observations`` or ``next_observations``, see :class:`ObservationView`."""
+        found = {key: ObservationView(self, key, **options) for key in self.parts}
         return found.get(_SINGLE_KEY, found)
 
     @property
@@ -295,19 +257,15 @@ class Observations:
         """Size of the arrays that batches are decoded into, in bytes."""
         return sum(part.recycled.nbytes for part in self.parts.values())
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("store", "num_threads", "decode_on_gpu")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.num_threads, self.decode_on_gpu = state["num_threads"], state["decode_on_gpu"]
-        self._set_store(state["store"])
-
 
 def _options_for_key(key: Any, options: Mapping[str, Any], *, image: bool) -> dict[str, Any]:
-    """Return the options of one key, with defaults."""
+    """Return the options of one key. Those that are left out have defaults."""
     chosen = {}
-    for name, default in _DEFAULTS.items():
-        value = options.get(name, default)
-        value = value.get(key, default) if isinstance(value, Mapping) else value if image else default
-        chosen[name] = check_count(name, value) if default is None and value is not None else value
+    for name, value in options.items():
+        if isinstance(value, Mapping) and key in value:
+            chosen[name] = value[key]
+        elif image and not isinstance(value, Mapping):
+            chosen[name] = value
+    if chosen.get("n_stack") is not None:
+        chosen["n_stack"] = check_count("n_stack", chosen["n_stack"])
     return chosen

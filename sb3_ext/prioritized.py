@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch as th
 from stable_baselines3 import DQN
@@ -16,7 +15,7 @@ from rl_ext_core.vector.environments import check_count
 from sb3_ext._compat import progress_remaining
 from sb3_ext.caller_frames import find_training_algorithm
 from sb3_ext.compressed_buffer import atomic
-from sb3_ext.critic_hooks import HINT, CriticHook, DqnTarget, find_critic, owner_of
+from sb3_ext.critic_hooks import HINT, CriticHook, find_critic, owner_of
 from sb3_ext.her_replay_buffer import CompressedHerReplayBuffer
 from sb3_ext.replay_buffers import CompressedDictReplayBuffer, CompressedReplayBuffer
 
@@ -59,10 +58,9 @@ class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
     """
 
     _OTHER_CLASS_HINT = "Use replay_buffer_class=CompressedPrioritizedDictReplayBuffer"
-    _UNSAVED_ATTRIBUTES: tuple[str, ...] = ("_tree", "_hook", "_batch")
     _NO_SEQUENCES = "its transitions are drawn by priority. Use replay_buffer_class=CompressedReplayBuffer"
     _hook: CriticHook | None = None
-    _batch: tuple[np.ndarray, int, int] | None = None  # drawn transitions, next row and count of additions at that time
+    _batch: tuple[np.ndarray, int] | None = None  # drawn transitions, and count of additions at that time
     _n_unused = 0
 
     def __init__(
@@ -71,16 +69,18 @@ class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
         self.alpha = _check_number("alpha", alpha, least=0.0, most=np.inf)
         self.beta: Any = beta if callable(beta) else _check_number("beta", beta, least=0.0, most=1.0)
         self.epsilon = _check_number("epsilon", epsilon, least=float(np.finfo(np.float32).tiny), most=np.inf)
-        self.max_priority, self._n_added, self._progress_remaining = 1.0, 0, 1.0
+        self.max_priority, self._progress_remaining = 1.0, 1.0
         self.importance_weights = np.zeros(0, dtype=np.float32)
         super().__init__(*args, **kwargs)
-        self._build_tree()
 
     def _allocate_arrays(self) -> None:
         """Set the arrays of transitions, and their priorities."""
+        saved = self.__dict__.get("priorities", np.zeros((0, self.n_envs)))  # of a loaded buffer
         super()._allocate_arrays()
         self.priorities = self._observations.store.array("priorities", (self.n_envs,), np.float32)
+        self.priorities[: len(saved)] = saved
         self._arrays["priorities"] = self.priorities
+        self._build_tree()
 
     def _build_tree(self) -> None:
         """Build the tree from the priorities. Transitions with an invalid one get the largest."""
@@ -95,7 +95,7 @@ class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
         weights[rows] = self._weights_of(self.priorities[rows])
         self._tree = SumTree(weights.reshape(-1))
 
-    def _can_be_drawn(self, rows: np.ndarray) -> Any:
+    def _can_be_drawn(self, rows: Any) -> Any:
         """Return whether the stored transitions in these rows can be sampled."""
         return True
 
@@ -124,16 +124,13 @@ class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
         """
         row, before = self.pos, self.size()
         super().add(*args, **kwargs)
-        self._n_added += 1
-        self._prioritize_new(np.arange(row * self.n_envs, (row + 1) * self.n_envs))
-        dropped = self._dropped_rows(before)
+        items = np.arange(row * self.n_envs, (row + 1) * self.n_envs)
+        self._set_priorities(items, self.max_priority * self._can_be_drawn(row))
+        lost = self._lost_rows(before)
+        dropped = lost[lost != row]
         if len(dropped):
             items = dropped[:, None] * self.n_envs + np.arange(self.n_envs)
             self._set_priorities(items.reshape(-1), 0.0)
-
-    def _prioritize_new(self, items: np.ndarray) -> None:
-        """Set the priorities of transitions that were added."""
-        self._set_priorities(items, self.max_priority)
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """
@@ -154,7 +151,7 @@ class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
                 return super().sample(batch_size, env)  # raises the error of SB3's class
             items = self._draw(batch_size)
             samples = self._samples_at(*np.divmod(items, self.n_envs), env)
-            self._batch = items, self.pos, self._n_added
+            self._batch = items, self._observations.store.seen
             if training is not None:
                 self._progress_remaining = progress_remaining(training[0])
             drawn = self._tree.weights[items]
@@ -166,8 +163,8 @@ class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
             owner = owner_of(type(algorithm), train_code)
             critic = find_critic(algorithm, owner)
             if critic is not None:
-                target = DqnTarget(algorithm, samples) if owner is DQN else None  # type: ignore[arg-type]
-                self._hook = CriticHook(self, algorithm, critic, owner.__name__, self.importance_weights, target)
+                batch = samples if owner is DQN else None
+                self._hook = CriticHook(self, algorithm, critic, owner.__name__, self.importance_weights, batch)
         return samples
 
     def _draw(self, batch_size: int) -> np.ndarray:
@@ -212,19 +209,19 @@ class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
             td_errors = np.abs(np.asarray(td_errors, dtype=np.float32)).reshape(-1)
         except (TypeError, ValueError) as error:
             raise InvalidTypeError(f"td_errors={td_errors!r}: expected numbers ({error})") from error
-        n = len(self._batch[0])
-        if len(td_errors) != n:
+        items, n_seen = self._batch
+        if len(td_errors) != len(items):
             raise InvalidArgumentError(
-                f"td_errors has {len(td_errors)} values, expected {n}: one per sampled transition"
+                f"td_errors has {len(td_errors)} values, expected {len(items)}: one per sampled transition"
             )
         if not np.isfinite(td_errors).all():
             raise InvalidArgumentError(
                 f"td_errors has {np.count_nonzero(~np.isfinite(td_errors))} values that are not finite: training has "
                 "diverged. No priority was changed. Use a smaller learning_rate"
             )
-        items, next_row, n_added = self._batch
-        age = (items // self.n_envs - next_row) % self.buffer_size  # rows are overwritten in this order
-        is_current = (self._tree.weights[items] > 0) & (age >= self._n_added - n_added)
+        n_added = self._observations.store.seen - n_seen
+        age = (items // self.n_envs - self.pos + n_added) % self.buffer_size  # rows are overwritten in this order
+        is_current = (self._tree.weights[items] > 0) & (age >= n_added)
         priorities = (td_errors[is_current] + self.epsilon).astype(np.float32)
         self.max_priority = max(self.max_priority, float(priorities.max(initial=0.0)))
         self._set_priorities(items[is_current], priorities)
@@ -234,7 +231,6 @@ class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
         """Remove all transitions and free their memory."""
         super().reset()
         self._batch = None
-        self.priorities[:] = 0
         self._build_tree()
 
     @property
@@ -244,19 +240,11 @@ class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
 
     def _saved_attributes(self) -> dict[str, Any]:
         attributes = super()._saved_attributes()
-        if attributes["folder"] is None:  # else the priorities are in it
-            attributes["saved_priorities"] = self.priorities[: self._rows_written]
-        # Schedules are often lambdas and inner functions, which pickle refuses. SB3 saves its own by cloudpickle, too.
-        return {**attributes, "beta": cloudpickle.dumps(self.beta)}
-
-    def _restore_attributes(self, attributes: dict[str, Any]) -> None:
-        super()._restore_attributes({**attributes, "beta": cloudpickle.loads(attributes["beta"])})
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
-        found = self.__dict__.pop("saved_priorities", self.priorities)
-        self.priorities[: len(found)] = found
-        self._build_tree()
+        for name in ("_tree", "_hook", "_batch"):
+            attributes.pop(name, None)
+        if self._observations.storage_dir is None:  # else the priorities are in it
+            attributes["priorities"] = self.priorities[: self._rows_written]
+        return attributes
 
 
 def _check_number(name: str, value: Any, *, least: float, most: float) -> float:
@@ -300,16 +288,9 @@ class CompressedPrioritizedHerReplayBuffer(CompressedPrioritizedReplayBuffer, Co
     """
 
     _OTHER_CLASS_HINT = CompressedHerReplayBuffer._OTHER_CLASS_HINT
-    _UNSAVED_ATTRIBUTES = (
-        *CompressedPrioritizedReplayBuffer._UNSAVED_ATTRIBUTES,
-        *CompressedHerReplayBuffer._UNSAVED_ATTRIBUTES,
-    )
 
-    def _can_be_drawn(self, rows: np.ndarray) -> Any:
+    def _can_be_drawn(self, rows: Any) -> Any:
         return self.ep_length[rows] > 0
-
-    def _prioritize_new(self, items: np.ndarray) -> None:
-        """Do nothing. A transition gets its priority when its episode ends."""
 
     def _set_episode_length(self, rows: np.ndarray, env_idx: int, length: int) -> None:
         super()._set_episode_length(rows, env_idx, length)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import pathlib
 import pickle
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import cloudpickle
 import numpy as np
 import torch as th
 from gymnasium import spaces
@@ -27,8 +27,9 @@ from rl_ext_core.frames.gpu_decode import check_decode_on_gpu
 from rl_ext_core.frames.planning import MEASURED_AFTER, warn_if_too_large
 from rl_ext_core.vector.environments import check_count
 from sb3_ext.caller_frames import find_creating_algorithm, find_replaced_buffer
-from sb3_ext.compressed_buffer import CompressedBuffer
+from sb3_ext.compressed_buffer import CompressedBuffer, atomic
 from sb3_ext.datasets import DatasetMethods
+from sb3_ext.observations import Observations
 from sb3_ext.saved_folders import describe_folder, open_folder
 from sb3_ext.sequences import SequenceSamples, sequences_around
 
@@ -38,74 +39,41 @@ _Buffer = TypeVar("_Buffer", bound="CompressedReplayBuffer")
 _logger = logging.getLogger("sb3_ext")
 
 
-class _TransitionRow:
+def _write_field(views: dict[tuple[int, ...], np.ndarray], name: str, value: Any) -> None:
+    """Write a value to a field of a row. Errors contain its name.
+
+    :param views: Views of the field by shape; the first one has the shape of the field. Others are added when needed
     """
-    One row of a store, for all environments: actions, rewards, dones and timeouts.
-
-    Arguments are checked once per combination of shapes and dtypes, and compared with it afterwards.
-
-    :param dtype: Dtype of a row, with these fields
-    :ivar data: The row, an array with one element
-    """
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self.data = np.zeros(1, dtype)
-        self._fields = [self.data[name][0] for name in ("actions", "rewards", "dones")]
-        self._timeouts: np.ndarray = self.data["timeouts"][0]
-        self._no_timeouts = [False] * len(self._timeouts)
-        self._form: Any = None  # shapes and dtypes that were checked
-        self._targets = self._fields  # views of the fields with these shapes
-
-    def set_values(self, action: Any, reward: Any, done: Any) -> None:
-        """Set actions, rewards and dones."""
-        try:
-            form = action.shape, action.dtype, reward.shape, reward.dtype, done.shape, done.dtype
-        except AttributeError:  # a list, for example
-            form = None
-        if form is None or form != self._form:
-            action, reward, done = self._check(form, action, reward, done)
-        actions, rewards, dones = self._targets
-        actions[...] = action
-        rewards[...] = reward
-        dones[...] = done
-
-    def set_timeouts(self, infos: list[dict[str, Any]]) -> None:
-        """Set the timeouts that infos report."""
-        if len(infos) != len(self._timeouts):
-            raise InvalidArgumentError(
-                f"infos has length {len(infos)}, expected {len(self._timeouts)}: one per environment; nothing was "
-                "stored"
-            )
-        truncated = [info.get(_TIMEOUT, False) for info in infos]
-        if truncated == self._no_timeouts:
-            self._timeouts[...] = 0
-        else:
-            self._timeouts[...] = _as_numbers(_TIMEOUT, truncated, self._timeouts).reshape(self._timeouts.shape)
-
-    def _check(self, form: Any, *values: Any) -> list[np.ndarray]:
-        """Return actions, rewards and dones as arrays of numbers; use views of their shapes from now on."""
-        pairs = zip(("action", "reward", "done"), values, self._fields, strict=True)
-        arrays = [_as_numbers(*pair) for pair in pairs]
-        self._targets = [field.reshape(array.shape) for field, array in zip(self._fields, arrays, strict=True)]
-        is_numeric = all(
-            array.dtype == getattr(value, "dtype", None) for array, value in zip(arrays, values, strict=True)
-        )
-        self._form = form if is_numeric else None
-        return arrays
-
-
-def _as_numbers(name: str, value: Any, field: np.ndarray) -> np.ndarray:
-    """Return a value as an array of numbers that fills a field. Errors contain its name."""
+    try:
+        views[value.shape][...] = value
+        return
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass
+    array, field = None, next(iter(views.values()))
     try:
         array = np.asarray(value)
-        array = array if array.dtype.kind in "biuf" else array.astype(field.dtype)
+        views[array.shape] = field.reshape(array.shape)
+        views[array.shape][...] = array
     except (TypeError, ValueError) as error:
+        if array is not None and array.size != field.size:
+            raise InvalidArgumentError(
+                f"{name} has shape {array.shape}, expected {field.shape}: one row per environment; nothing was stored"
+            ) from None
         raise InvalidTypeError(f"{name} is {value!r}, expected numbers ({error}); nothing was stored") from error
-    if array.size != math.prod(field.shape):
-        raise InvalidArgumentError(
-            f"{name} has shape {array.shape}, expected {field.shape}: one row per environment; nothing was stored"
-        )
-    return array
+
+
+def _property_of_store(name: str, attribute: str, docstring: str) -> Any:
+    """Return a property with the value of the store, which changes in the same instant as the store's contents."""
+
+    def get_value(self: CompressedReplayBuffer) -> Any:
+        return getattr(self._observations.store, attribute)
+
+    def check_value(self: CompressedReplayBuffer, value: Any) -> None:
+        """Raise unless a value is what the store has. Before there is one, SB3's constructor sets it."""
+        if "_observations" in self.__dict__ and value != get_value(self):
+            raise InvalidArgumentError(f"{name} cannot be set to {value!r}. Use add() or reset()")
+
+    return property(get_value, check_value, doc=docstring)
 
 
 class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
@@ -155,7 +123,8 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
 
     _OTHER_CLASS_HINT = "Use replay_buffer_class=CompressedDictReplayBuffer"
     _NO_SEQUENCES: str | None = None  # why sequences are refused, and what to use instead
-    _UNSAVED_ATTRIBUTES: tuple[str, ...] = ()
+    pos = _property_of_store("pos", "position", "Row of the next transition.")
+    full = _property_of_store("full", "full", "Whether all rows have been written.")
 
     def __init__(
         self,
@@ -186,7 +155,7 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         decode_on_gpu = check_decode_on_gpu(decode_on_gpu, self.device, codec=codec, max_error=max_error)
         # load() creates the buffer with the arguments of the saved model, which may have created the folder.
         is_loading = storage_dir is not None and find_creating_algorithm(self)[1]
-        folder = {"storage_dir": storage_dir, "resume": resume or is_loading, "row_fields": self._row_fields()}
+        folder = {"storage_dir": storage_dir, "resume": resume or is_loading, "row_dtype": np.dtype(self._row_fields())}
         options = {"codec": codec, "n_stack": n_stack, "max_error": max_error, "quality": quality, **folder}
         options |= {"max_bytes": max_bytes, "num_threads": num_threads, "decode_on_gpu": decode_on_gpu}
         self._create_observations(observation_space, (self.buffer_size, n_envs), **options)
@@ -202,31 +171,6 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
             self.close()
             raise
 
-    # The position is that of the store, which changes in the same instant as its contents.
-
-    @property
-    def pos(self) -> int:
-        """Row of the next transition."""
-        return self._observations.store.position
-
-    @pos.setter
-    def pos(self, value: int) -> None:
-        self._check_setter("pos", value)
-
-    @property
-    def full(self) -> bool:
-        """Whether all rows have been written."""
-        return self._observations.store.full
-
-    @full.setter
-    def full(self, value: bool) -> None:
-        self._check_setter("full", value)
-
-    def _check_setter(self, name: str, value: Any) -> None:
-        """Raise unless a value is what the store has. Before there is one, SB3's constructor sets it."""
-        if "_observations" in self.__dict__ and value != getattr(self, name):
-            raise InvalidArgumentError(f"{name} cannot be set to {value!r}. Use add() or reset()")
-
     @property
     def _rows_written(self) -> int:
         """Number of rows that contain transitions."""
@@ -234,12 +178,12 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
 
     def _stored_rows(self) -> np.ndarray:
         """Return the rows of the stored transitions, from the oldest to the newest."""
-        return (self.pos - self.size() + np.arange(self.size())) % self.buffer_size
+        return (self._observations.store.first + np.arange(self.size())) % self.buffer_size
 
-    def _dropped_rows(self, size_before: int) -> np.ndarray:
-        """Return the rows that the last ``add`` has dropped because of ``max_bytes``, the newest first."""
-        count = min(size_before + 1, self.buffer_size) - self.size()
-        return (self.pos - self.size() - 1 - np.arange(count)) % self.buffer_size
+    def _lost_rows(self, size_before: int) -> np.ndarray:
+        """Return the rows that the last ``add`` has overwritten, or dropped because of ``max_bytes``."""
+        count = size_before + 1 - self.size()
+        return (self._observations.store.first - 1 - np.arange(count)) % self.buffer_size
 
     def _row_fields(self) -> list[tuple[str, Any, tuple[int, ...]]]:
         action_dtype, shape = np.dtype(self._maybe_cast_dtype(self.action_space.dtype)), (self.n_envs,)
@@ -247,18 +191,18 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         return [("actions", action_dtype, (*shape, self.action_dim)), *others]
 
     def _allocate_arrays(self) -> None:
-        """Set the arrays with one row per transition. They are views of the store's rows."""
+        """Set the arrays with one row per transition. Those of :meth:`_row_fields` are views of the store's rows."""
         rows = self._observations.store.rows
-        self._arrays = {name: rows[name] for name in rows.dtype.names or ()}
-        self.__dict__.update(self._arrays)
-        self._row = _TransitionRow(rows.dtype)
+        self._arrays: dict[str, np.ndarray] = {}  # other arrays, which subclasses add
+        self._row = np.zeros(1, rows.dtype)  # to be added next
+        self._fields = {name: {rows[name].shape[1:]: self._row[name][0]} for name in rows.dtype.names or ()}
+        self._no_timeouts = np.zeros(self.n_envs)
+        self.__dict__.update({name: rows[name] for name in self._fields})
 
     @property
     def stored_nbytes(self) -> int:
         """Size of all stored transitions in bytes: frames, index, actions, rewards and flags."""
-        n_rows, names = self._rows_written, self._observations.store.rows.dtype.names or ()
-        own = sum(array[:n_rows].nbytes for name, array in self._arrays.items() if name not in names)
-        return super().stored_nbytes + own
+        return super().stored_nbytes + sum(array[: self._rows_written].nbytes for array in self._arrays.values())
 
     def size(self) -> int:
         """Return the number of stored transitions per environment."""
@@ -299,13 +243,21 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         :raises InvalidTypeError: If a dtype cannot be cast to that of the space.
         :raises OutOfMemoryError: If there is not enough memory.
         """
-        observations = self._observations
+        observations, fields = self._observations, self._fields
         with observations.lock:
             # Everything that can fail runs before the first change.
-            self._row.set_values(action, reward, done)
+            _write_field(fields["actions"], "action", action)
+            _write_field(fields["rewards"], "reward", reward)
+            _write_field(fields["dones"], "done", done)
             if self.handle_timeout_termination:
-                self._row.set_timeouts(infos)
-            observations.store.append(obs, next_obs, self._row.data)
+                if len(infos) != self.n_envs:
+                    raise InvalidArgumentError(
+                        f"infos has length {len(infos)}, expected {self.n_envs}: one per environment; nothing was "
+                        "stored"
+                    )
+                timeouts = [info.get(_TIMEOUT, False) for info in infos]
+                _write_field(fields["timeouts"], _TIMEOUT, timeouts if any(timeouts) else self._no_timeouts)
+            observations.store.append(obs, next_obs, self._row)
             is_measured = observations.store.seen == MEASURED_AFTER
             if is_measured and observations.store.max_bytes is None and observations.storage_dir is None:
                 warn_if_too_large(observations.store)
@@ -322,9 +274,12 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         """Release ``storage_dir`` for other processes. The buffer cannot be sampled afterwards."""
         self._observations.store.close()
 
+    @atomic
     def reset(self) -> None:
         """Remove all transitions and free their memory."""
         self._observations.store.clear()
+        for array in self._arrays.values():
+            array[:] = 0
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """
@@ -374,12 +329,12 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         burn_in, period = check_count("burn_in", burn_in, least=0), check_count("period", period)
         with self._observations.lock:  # another thread could add, and overwrite the rows that are drawn here
             rows = self._draw_rows(batch_size)
-            first, oldest = rows - rows % period, (self.pos - self.size()) % self.buffer_size
+            first, oldest = rows - rows % period, self._observations.store.first
             is_held = (first - oldest) % self.buffer_size < self.size()
             rows = np.where(is_held, first, oldest)
             # The calls to the generator are those of sample(), so the same transitions are drawn.
             envs = np.random.randint(0, self.n_envs, size=batch_size)
-            return sequences_around(self, self._observations, rows, envs, length=length, burn_in=burn_in, env=env)
+            return sequences_around(self, rows, envs, length=length, burn_in=burn_in, env=env)
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
         # SB3 makes the same call to the generator, so the same rows are drawn.
@@ -449,49 +404,39 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         return reduce_with_lock(self._observations.lock, functools.partial(super().__reduce_ex__, protocol))
 
     def __getstate__(self) -> dict[str, Any]:
-        attributes = pickle.dumps(self._saved_attributes(), pickle.HIGHEST_PROTOCOL)
-        observations = self._observations if self._observations.storage_dir is None else None
-        parts = {"attributes": np.frombuffer(attributes, np.uint8), "observations": observations}
-        return {"format": FORMAT_VERSION, "checksum": _checksum(parts), **parts}
+        found, in_folder = self._observations, self._observations.storage_dir is not None
+        contents = self._saved_attributes(), found.arguments, describe_folder(found) if in_folder else None
+        # Attributes may contain lambdas and inner functions, such as schedules, which pickle refuses.
+        attributes = np.frombuffer(cloudpickle.dumps(contents), np.uint8)
+        state = {"format": FORMAT_VERSION, "checksum": checksum(attributes), "attributes": attributes}
+        return {**state, "store": None if in_folder else found.store}  # a store has its own checksum
 
     def __setstate__(self, state: Any) -> None:
         state = state if isinstance(state, dict) else {}
         if (version := state.get("format")) != FORMAT_VERSION:
             raise format_error("the replay buffer", version, FORMAT_VERSION)
-        if state.get("checksum") != _checksum(state):
+        if state.get("checksum") != checksum(state["attributes"]):
             raise CorruptFileError("the replay buffer is damaged: its checksum does not match its contents")
-        attributes = pickle.loads(state["attributes"])
+        attributes, arguments, folder = pickle.loads(state["attributes"])
         replaced = find_replaced_buffer()
         replaced = replaced._observations if isinstance(replaced, CompressedReplayBuffer) else None
-        if (folder := attributes.pop("folder")) is not None:
-            self._observations = open_folder(folder, replaced)
+        if folder is not None:
+            self._observations = open_folder(folder, arguments, replaced)
         else:
-            self._observations = state["observations"]
+            self._observations = Observations(state["store"], arguments)
             if replaced is not None and replaced.storage_dir is not None:
                 _logger.warning(
                     "the loaded replay buffer is in memory, so its transitions and all later ones are not stored in "
                     "storage_dir=%r of the model",
                     os.fspath(replaced.storage_dir),
                 )
-        self._restore_attributes(attributes)
+        self.__dict__.update(attributes)
         self._allocate_arrays()
 
     def _saved_attributes(self) -> dict[str, Any]:
         """Return everything that is saved, except the transitions."""
-        unsaved = ("_observations", "_arrays", "_row", *self._arrays, *self._UNSAVED_ATTRIBUTES)
-        folder = None if self._observations.storage_dir is None else describe_folder(self._observations)
-        return {**{name: value for name, value in self.__dict__.items() if name not in unsaved}, "folder": folder}
-
-    def _restore_attributes(self, attributes: dict[str, Any]) -> None:
-        """Set attributes that :meth:`_saved_attributes` returned, without the folder."""
-        self.__dict__.update(attributes)
-
-
-def _checksum(state: dict[str, Any]) -> int:
-    """Return a checksum of what is saved of a buffer, except the store, which has its own."""
-    observations = state["observations"]
-    options = None if observations is None else {**observations.__getstate__(), "store": None}
-    return checksum([state["attributes"], options])
+        unsaved = ("_observations", "_arrays", "_row", "_fields", "_no_timeouts", *self._fields, *self._arrays)
+        return {name: value for name, value in self.__dict__.items() if name not in unsaved}
 
 
 class CompressedDictReplayBuffer(CompressedReplayBuffer, DictReplayBuffer):  # type: ignore[misc,override]

@@ -254,7 +254,7 @@ def resume(
         if state["storage"] is None:
             model.load_replay_buffer(save / _BUFFER, truncate_last_traj=False)
         else:
-            model.replay_buffer._restore_attributes(state["storage"]["attributes"])  # type: ignore[union-attr]
+            vars(model.replay_buffer).update(state["storage"]["attributes"])
             if (lengths := state["storage"]["lengths"]) is not None:
                 model.replay_buffer.ep_length[: len(lengths)] = lengths  # type: ignore[union-attr]
     for present, tensor in zip(_lstm_states(model), state["lstm_states"], strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -83,44 +83,17 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         self._observations.store.clear()
         self.observations = self._observations.views(writable=True)
 
-    @atomic
-    def add(self, *args: Any, **kwargs: Any) -> None:
-        """
-        Add one step of each environment.
-
-        :param args, kwargs: Arguments of the SB3 class that this class replaces
-        """
-        super().add(*args, **kwargs)
-
-    @atomic_start
-    def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
-        """
-        Yield minibatches of a complete rollout, in random order.
-
-        :param batch_size: Number of steps per minibatch; by default all
-        """
-        yield from super().get(batch_size)
-
+    add: Any = atomic(RolloutBuffer.add)
+    get: Any = atomic_start(RolloutBuffer.get)
     compute_returns_and_advantage = atomic(RolloutBuffer.compute_returns_and_advantage)
 
     def to_torch(self, array: np.ndarray, copy: bool = False) -> th.Tensor:
-        """
-        Convert an array to a tensor.
-
-        :param array: Array
-        :param copy: Whether to copy it. False by default, unlike in SB3, whose buffers pass only new arrays
-        :return: Tensor on the device of the buffer
-        """
+        """Convert an array to a tensor, by default without a copy, because SB3's buffers pass only new arrays."""
         return super().to_torch(array, copy)
 
     @staticmethod
     def swap_and_flatten(arr: Any) -> Any:
-        """
-        Swap and flatten axes 0 (buffer_size) and 1 (n_envs) of an array or of observations.
-
-        :param arr: Shape ``(buffer_size, n_envs, ...)``
-        :return: Shape ``(buffer_size * n_envs, ...)``
-        """
+        """Reshape an array or observations from ``(n_steps, n_envs, ...)`` to ``(n_envs * n_steps, ...)``."""
         return arr.swap_and_flatten() if isinstance(arr, ObservationView) else RolloutBuffer.swap_and_flatten(arr)
 
     @property
@@ -142,3 +115,5 @@ class CompressedDictRolloutBuffer(CompressedRolloutBuffer, DictRolloutBuffer):
     """
 
     _OTHER_CLASS_HINT = "Use rollout_buffer_class=CompressedRolloutBuffer"
+    add = atomic(DictRolloutBuffer.add)
+    get = atomic_start(DictRolloutBuffer.get)

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch as th
-from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_ext.observations import HandlesByKey, IndexArray, Observations
+from sb3_ext.observations import IndexArray
 
 Mask = npt.NDArray[np.bool_]
 
@@ -53,20 +52,12 @@ class SequenceSamples(NamedTuple):
 
 
 def sequences_around(
-    buffer: ReplayBuffer,
-    observations: Observations,
-    rows: IndexArray,
-    envs: IndexArray,
-    *,
-    length: int,
-    burn_in: int,
-    env: VecNormalize | None,
+    buffer: Any, rows: IndexArray, envs: IndexArray, *, length: int, burn_in: int, env: VecNormalize | None
 ) -> SequenceSamples:
     """
     Return the sequences whose first steps to learn from are given. The caller must hold the buffer's lock.
 
-    :param buffer: Buffer
-    :param observations: Its observations
+    :param buffer: :class:`CompressedReplayBuffer`
     :param rows: Rows of these steps, ``(batch,)``
     :param envs: Environments of these steps, ``(batch,)``
     :param length: Number of steps to learn from
@@ -74,62 +65,42 @@ def sequences_around(
     :param env: Environment to normalize observations and rewards with
     :return: Sequences
     """
-    steps = _find_steps(buffer, observations, rows, envs, length=length, burn_in=burn_in)
-    places, is_padded = (steps.rows, steps.envs), not steps.present.all()
-    obs, next_obs = observations.decode_handles(steps.handles)
-    rewards = buffer.rewards[places]
-    if env is not None:
-        obs, next_obs = buffer._normalize_obs(obs, env), buffer._normalize_obs(next_obs, env)
-        rewards = buffer._normalize_reward(rewards, env)
+    rows, envs, present, starts, n_burn_in = _find_steps(buffer, rows, envs, length=length, burn_in=burn_in)
+    samples = buffer._samples_at(rows.ravel(), envs.ravel(), env)
+    n_steps, mask = present.sum(axis=1), present & (np.arange(burn_in + length) >= n_burn_in[:, None])
 
-    def tensor(array: npt.NDArray[Any], *shape: int) -> th.Tensor:
-        """Return values of all steps as a tensor of shape ``(batch, steps, *shape)``, zero in the padding."""
-        array = array.reshape(*steps.present.shape, *shape)
-        if is_padded:
-            array[~steps.present] = 0
-        return th.as_tensor(array, device=buffer.device)
-
-    def obs_tensors(part: Any) -> Any:
-        """Return observations of all steps as a tensor, or a dict of tensors for a ``Dict``."""
+    def by_sequence(part: Any) -> Any:
+        """Return tensors of all steps with shape ``(batch, steps, …)``, zero in the padding."""
         if isinstance(part, dict):
-            return {key: tensor(array, *array.shape[1:]) for key, array in part.items()}
-        return tensor(part, *part.shape[1:])
+            return {key: by_sequence(tensor) for key, tensor in part.items()}
+        part = part.view(*present.shape, *part.shape[1:])
+        for i in np.flatnonzero(n_steps < present.shape[1]):
+            part[i, n_steps[i] :] = 0
+        return part
 
     return SequenceSamples(
-        observations=obs_tensors(obs),
-        actions=tensor(buffer.actions[places], buffer.action_dim),
-        next_observations=obs_tensors(next_obs),
-        dones=tensor(buffer.dones[places] * (1 - buffer.timeouts[places]), 1),
-        rewards=tensor(rewards, 1),
-        episode_starts=tensor(steps.episode_starts),
-        mask=tensor(np.arange(burn_in + length) >= steps.n_burn_in[:, None]),
-        n_burn_in=th.as_tensor(steps.n_burn_in, device=buffer.device),
-        rows=steps.rows[:, 0].copy(),
-        envs=steps.envs[:, 0].copy(),
+        observations=by_sequence(samples.observations),
+        actions=by_sequence(samples.actions),
+        next_observations=by_sequence(samples.next_observations),
+        dones=by_sequence(samples.dones),
+        rewards=by_sequence(samples.rewards),
+        episode_starts=th.as_tensor(starts, device=buffer.device),
+        mask=th.as_tensor(mask, device=buffer.device),
+        n_burn_in=th.as_tensor(n_burn_in, device=buffer.device),
+        rows=rows[:, 0].copy(),
+        envs=envs[:, 0].copy(),
     )
 
 
-class _Steps(NamedTuple):
-    """Steps of sequences. All arrays but the last two have shape ``(batch, steps)``."""
-
-    rows: IndexArray  # of any step in the padding
-    envs: IndexArray
-    present: Mask  # False in the padding
-    episode_starts: npt.NDArray[np.float32]
-    n_burn_in: IndexArray  # ``(batch,)``
-    handles: HandlesByKey  # ``(batch * steps,)``, 0 in the padding
-
-
 def _find_steps(
-    buffer: ReplayBuffer,
-    observations: Observations,
-    rows: IndexArray,
-    envs: IndexArray,
-    *,
-    length: int,
-    burn_in: int,
-) -> _Steps:
-    """Find the steps around the given ones that belong to the same episode."""
+    buffer: Any, rows: IndexArray, envs: IndexArray, *, length: int, burn_in: int
+) -> tuple[IndexArray, IndexArray, Mask, npt.NDArray[np.float32], IndexArray]:
+    """
+    Find the steps around the given ones that belong to the same episode.
+
+    :return: Rows, environments, whether a step is present, and whether it starts an episode, each ``(batch, steps)``.
+        Padding has the row of the first step. Last, the steps of burn-in, ``(batch,)``
+    """
     rows, envs = rows.astype(np.int64), envs.astype(np.int64)  # on Windows, NumPy draws 32-bit integers
     held, n_rows = buffer.size(), buffer.buffer_size
     oldest = (buffer.pos - held) % n_rows
@@ -137,34 +108,24 @@ def _find_steps(
     ages = ((rows - oldest) % n_rows)[:, None] + np.arange(-burn_in - 1, length)
     is_held = (ages >= 0) & (ages < held)
     grid = (oldest + np.where(is_held, ages, 0)) % n_rows
-    columns = np.broadcast_to(envs[:, None], grid.shape)
-    found = observations.handles(grid.ravel(), columns.ravel())
-    handles = {key: [part.reshape(grid.shape) for part in pair] for key, pair in found.items()}
+    columns = np.repeat(envs[:, None], grid.shape[1], axis=1)
 
-    # Whether a step continues the one before.
+    # Whether a step continues the one before. SB3's learn() may reset the environment without a done, which only the
+    # next step's observation shows.
     joined = is_held[:, :-1] & is_held[:, 1:] & (buffer.dones[grid, columns][:, :-1] == 0)
-    # SB3's learn() may reset the environment without a done. Only the next step's observation shows that.
-    joined[joined] = observations.are_equal(
-        {key: nexts[:, :-1][joined] for key, (_, nexts) in handles.items()},
-        {key: stacks[:, 1:][joined] for key, (stacks, _) in handles.items()},
-    )
+    joined = buffer._observations.are_continued(grid, columns, joined)
     n_burn_in = _count_leading(joined[:, burn_in:0:-1])
     n_steps = n_burn_in + 1 + _count_leading(joined[:, burn_in + 1 :])
 
     # Move the sequences to the left, so that each starts with its burn-in.
     steps, start = np.arange(burn_in + length), burn_in + 1 - n_burn_in
     present, sequence = steps < n_steps[:, None], np.arange(len(rows))
-    moved = sequence[:, None], start[:, None] + np.where(present, steps, 0)
-    grid = grid[moved]
+    grid = grid[sequence[:, None], start[:, None] + np.where(present, steps, 0)]
     # If older steps were overwritten or dropped, nothing tells whether the oldest one starts an episode.
     is_known = is_held[sequence, start - 1] | ((grid[:, 0] == 0) & (not buffer.full))
     starts = np.zeros(grid.shape, dtype=np.float32)
     starts[:, 0] = is_known & ~joined[sequence, start - 1]
-    chosen = {
-        key: ((stacks[moved] * present).ravel(), (nexts[moved] * present).ravel())
-        for key, (stacks, nexts) in handles.items()
-    }
-    return _Steps(grid, columns[:, 1:], present, starts, n_burn_in, chosen)
+    return grid, columns[:, 1:], present, starts, n_burn_in
 
 
 def _count_leading(flags: Mask) -> IndexArray:

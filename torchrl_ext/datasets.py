@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import numpy.typing as npt
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
-from torchrl.data import TensorStorage
 
-from rl_ext_core.datasets import Episode, write_dataset
+from rl_ext_core.datasets import write_dataset
 from rl_ext_core.datasets.episodes import Steps, split_episodes
 from rl_ext_core.errors import InvalidArgumentError
 
@@ -50,23 +48,16 @@ def save_storage(
     """
     storage._require_open()
     with storage.lock:  # other threads and processes could add
-        if observation_space is None:
-            keys = find_observation_keys(storage)
-            observation_space = _infer_space(_observations(storage.get(0), keys))
-        episodes = read_storage_episodes(storage, observation_space, action_space)
-        return write_dataset(target, episodes, observation_space, action_space, data_format=data_format)
+        keys = _find_observation_keys(storage)
+        space = _infer_space(_observations(storage.get(0), keys)) if observation_space is None else observation_space
+        parts = _rows_by_age(storage).split(_ROWS_PER_CHUNK)
+        steps = (_as_steps(storage.get(part), keys, space, action_space) for part in parts)
+        episodes = split_episodes(steps, storage._options["max_error"])
+        return write_dataset(target, episodes, space, action_space, data_format=data_format)
 
 
-def read_storage_episodes(
-    storage: TensorStorage, observation_space: spaces.Space[Any], action_space: spaces.Space[Any]
-) -> Iterator[Episode]:
-    """Yield the episodes of a storage, from the oldest element to the newest.
-
-    :param storage: Storage of one dimension
-    :param observation_space: Space of the observations
-    :param action_space: Space of the actions
-    :raises InvalidArgumentError: If actions, rewards or observations do not have the shapes that the spaces require.
-    """
+def _rows_by_age(storage: Any) -> Any:
+    """Return the rows of a storage, from the oldest element to the newest."""
     n_steps, last = len(storage), storage._last_cursor_index
     if last is None and n_steps == storage.max_size:
         raise InvalidArgumentError(
@@ -74,18 +65,11 @@ def read_storage_episodes(
             "Export it before it is saved, or from its storage_dir"
         )
     first = 0 if last is None or n_steps < storage.max_size else last + 1
-    places = (first + torch.arange(n_steps)) % max(n_steps, 1)
-    keys = find_observation_keys(storage)
-    parts = places.split(_ROWS_PER_CHUNK)
-    steps = (_as_steps(storage.get(part), keys, observation_space, action_space) for part in parts)
-    yield from split_episodes(steps, getattr(storage, "_options", {}).get("max_error", 0))
+    return (first + torch.arange(n_steps)) % n_steps
 
 
-def find_observation_keys(storage: TensorStorage) -> list[str]:
-    """Return the keys of the observations: those in an element and under ``"next"``, except flags and counters.
-
-    :raises InvalidArgumentError: If the storage is empty, has several dimensions, or its elements are not steps.
-    """
+def _find_observation_keys(storage: Any) -> list[str]:
+    """Return the keys of the observations: those in an element and under ``"next"``, except flags and counters."""
     if storage.ndim != 1 or not len(storage):
         raise InvalidArgumentError(
             f"the storage has ndim={storage.ndim} and {len(storage)} elements, expected ndim=1 and at least one element"
@@ -136,10 +120,7 @@ def _as_steps(
 
 
 def _as_column(name: str, values: torch.Tensor) -> npt.NDArray[Any]:
-    """Return one number per step, as an array.
-
-    :raises InvalidArgumentError: If there are several, such as those of several agents.
-    """
+    """Return one number per step, as an array."""
     if values[0].numel() != 1:
         raise InvalidArgumentError(
             f"('next', {name!r}) has shape {tuple(values.shape)}, expected one number per step; Minari has one agent"
@@ -148,10 +129,7 @@ def _as_column(name: str, values: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _as_arrays(space: spaces.Space[Any], values: Any, name: str) -> Any:
-    """Return values with the shape and dtype of a space. One-hot values become numbers of a Discrete space.
-
-    :raises InvalidArgumentError: If they do not have the shape of the space.
-    """
+    """Return values with the shape and dtype of a space. One-hot values become numbers of a Discrete space."""
     if isinstance(space, spaces.Dict) and isinstance(values, TensorDict):
         if missing := space.spaces.keys() - set(values.keys()):
             raise InvalidArgumentError(f"{name} lack the keys {sorted(missing)} of {space}")

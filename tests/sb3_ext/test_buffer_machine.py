@@ -65,60 +65,39 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     ours: Any = None
 
-    @initialize(
-        data=st.data(),
-        kind=st.sampled_from([*REPLAY]),
-        in_folder=st.booleans(),
-        size=st.integers(1, 80),
-        n_envs=st.integers(1, 3),
-        codec=st.sampled_from(["raw", "patch"]),
-        limited=st.booleans(),
-        channels_last=st.booleans(),
-        actions=st.sampled_from(ACTION_SPACES),
-        handle_timeouts=st.booleans(),
-    )
-    def begin(
-        self,
-        data: Any,
-        kind: str,
-        in_folder: bool,
-        size: int,
-        n_envs: int,
-        codec: str,
-        limited: bool,
-        channels_last: bool,
-        actions: Any,
-        handle_timeouts: bool,
-    ) -> None:
-        """Create the compressed buffer and SB3's, both empty."""
-        self.kind, (self.cls, theirs) = kind, REPLAY[kind]
-        self.options: dict[str, Any] = {"codec": codec}
+    @initialize(data=st.data())
+    def begin(self, data: Any) -> None:
+        def draw(*choices: Any) -> Any:
+            return data.draw(st.sampled_from(choices))
+
+        kind, size, n_envs = draw(*REPLAY), data.draw(st.integers(1, 80)), draw(1, 2, 3)
+        self.kind, (self.cls, theirs), actions = kind, REPLAY[kind], draw(*ACTION_SPACES)
+        self.options: dict[str, Any] = {"codec": draw("raw", "patch")}
         own: dict[str, Any] = {}
         if kind == "hindsight":
-            strategy = data.draw(st.sampled_from(["future", "final", "episode"]))
-            own = {"goal_selection_strategy": strategy, "copy_info_dict": data.draw(st.booleans())}
+            own = {"goal_selection_strategy": draw("future", "final", "episode"), "copy_info_dict": draw(False, True)}
             own["env"] = GoalRewards()
-            goal = data.draw(st.sampled_from([PLACE, IMAGE]))
+            goal = draw(PLACE, IMAGE)
             space: Any = spaces.Dict(observation=IMAGE, achieved_goal=goal, desired_goal=goal)
         elif kind == "dict":
             space = spaces.Dict({name: SPACES[name] for name in data.draw(st.permutations([*SPACES]))[:3]})
         else:
-            space = SPACES[data.draw(st.sampled_from([*SPACES, *["image"] * 6]))]
-            self.options["n_stack"] = data.draw(st.sampled_from([None, 3])) if space is IMAGE else None
+            space = SPACES[draw(*SPACES, *["image"] * 6)]
+            self.options["n_stack"] = draw(None, 3) if space is IMAGE else None
         if kind == "n-step":
             own = {"n_steps": data.draw(st.integers(1, 5)), "gamma": 0.9}
+        own |= {"device": "cpu", "n_envs": n_envs, "handle_timeout_termination": draw(False, True)}
         self.buffer_arguments = {"buffer_size": size, "observation_space": space, "action_space": actions, **own}
-        self.buffer_arguments |= {"device": "cpu", "n_envs": n_envs, "handle_timeout_termination": handle_timeouts}
         if kind in ("plain", "dict"):  # on the CPU, it changes nothing
-            self.options["decode_on_gpu"] = data.draw(st.booleans())
-        if limited:
+            self.options["decode_on_gpu"] = draw(False, True)
+        if draw(False, True):
             self.options["max_bytes"] = (30_000 if kind == "dict" else 8_000) * (n_envs + 1)
         self.temporary = Path(tempfile.mkdtemp())
         # A reopened folder starts new episodes, so hindsight would differ from SB3.
-        self.folder = self.temporary / "a" if in_folder and kind != "hindsight" else None
+        self.folder = self.temporary / "a" if kind != "hindsight" and draw(False, True) else None
         self.ours = self._open(self.folder)
         self.theirs: Any = theirs(**self.buffer_arguments)
-        self.source = TransitionSource(space, actions, n_envs, channels_last=channels_last)
+        self.source = TransitionSource(space, actions, n_envs, channels_last=draw(False, True))
 
     def _open(self, folder: Path | None) -> Any:
         """Create the compressed buffer with a folder as its storage_dir."""
@@ -126,7 +105,6 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 25), restart=st.booleans())
     def add(self, count: int, restart: bool) -> None:
-        """Add the same transitions to both buffers."""
         if restart:
             self.source.restart()
         for _ in range(count):
@@ -171,7 +149,6 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule(batch_size=st.integers(1, 50), seed=st.integers(0, 99))
     def sample(self, batch_size: int, seed: int) -> None:
-        """Check that both buffers return the same samples."""
         known = self.ours.size() == self.theirs.size() and np.any(getattr(self.theirs, "ep_length", 1))
         if self.theirs.size() and known:
             assert_same_draws(lambda buffer: buffer.sample(batch_size), self.ours, self.theirs, seed)
@@ -184,7 +161,6 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule(start=st.integers(-45, 45), stop=st.integers(-45, 45), step=st.sampled_from([-2, -1, 1, 3]))
     def slice(self, start: int, stop: int, step: int) -> None:
-        """Check that both buffers return the same slices of observations."""
         if self.ours.size() == self.theirs.size():
             rows = np.arange(self.theirs.size())[start:stop:step]
             self._compare(self.ours, rows, read=lambda view: view[: self.theirs.size()][start:stop:step])
@@ -198,12 +174,10 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        """Reset both buffers."""
         self.ours.reset()
         self._reset_theirs()
 
     def _reset_theirs(self) -> None:
-        """Reset SB3's buffer."""
         if isinstance(self.theirs, HerReplayBuffer):  # it would keep sampling the old episodes
             self.theirs = HerReplayBuffer(**self.buffer_arguments)
         else:
@@ -212,6 +186,8 @@ class SameAsUpstream(RuleBasedStateMachine):
     @rule(how=st.sampled_from(["file", "pickle", "deepcopy"]), goes_on=st.booleans())
     def copy(self, how: str, goes_on: bool) -> None:
         """Copy the compressed buffer, continue with either copy, and change the other."""
+        if self.folder is not None:
+            return
         if how == "deepcopy":
             other = copy.deepcopy(self.ours)
         elif how == "pickle":
@@ -222,7 +198,7 @@ class SameAsUpstream(RuleBasedStateMachine):
         assert other._observations.decode_on_gpu == self.ours._observations.decode_on_gpu
         if self.kind == "hindsight":
             other.set_env(self.buffer_arguments["env"])
-        if goes_on and self.folder is None:
+        if goes_on:
             other, self.ours = self.ours, other
         # Changes of one copy do not affect the other.
         other.add(*self.source.step())
@@ -230,7 +206,6 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule()
     def open_again(self) -> None:
-        """Close the compressed buffer, and open its folder again."""
         if self.folder is not None:
             self.ours.close()
             self.ours = self._open(self.folder)

@@ -47,19 +47,16 @@ ACTIONS = spaces.Discrete(3)
 
 
 def make_model(cls: Any, env: Any, policy: str = "MlpPolicy", **options: Any) -> Any:
-    """Make a small model with a prioritized buffer."""
     defaults = {"learning_starts": 40, "buffer_size": 400, "batch_size": BATCH, "train_freq": 4, "gradient_steps": 1}
     options = {**defaults, "replay_buffer_class": CompressedPrioritizedReplayBuffer, **options}
     return without_logger(cls(policy, env, seed=0, device="cpu", policy_kwargs={"net_arch": [16]}, **options))
 
 
 def make_buffer(n: int = 64, *, n_envs: int = 2, cls: Any = CompressedPrioritizedReplayBuffer, **options: Any) -> Any:
-    """Make a buffer for images of 6 × 6 pixels."""
     return cls(n, IMAGE, ACTIONS, "cpu", n_envs=n_envs, **options)
 
 
 def fill(buffer: Any, n_steps: int) -> None:
-    """Add random transitions."""
     source = TransitionSource(buffer.observation_space, buffer.action_space, buffer.n_envs)
     add_all([buffer], [source.step() for _ in range(n_steps)])
 
@@ -165,7 +162,7 @@ def test_draws_and_weights_match_torchrl() -> None:
     errors = np.random.default_rng(0).exponential(size=n).astype(np.float32)
     buffer = make_buffer(n, n_envs=1, alpha=alpha, beta=beta)
     fill(buffer, n)
-    buffer._batch = np.arange(n), 0, buffer._n_added
+    buffer._batch = np.arange(n), buffer._observations.store.seen
     buffer.update_priorities(errors)
     storage = LazyTensorStorage(n)
     storage.set(range(n), th.arange(n))
@@ -189,7 +186,7 @@ def test_sample_returns_weights_of_the_drawn_transitions(beta: Any, exponent: fl
     buffer._progress_remaining = 0.25
     fill(buffer, 100)
     buffer.actions[...] = np.arange(200).reshape(100, 2, 1)
-    buffer._batch = np.arange(200), 0, buffer._n_added
+    buffer._batch = np.arange(200), buffer._observations.store.seen
     buffer.update_priorities(np.arange(200))
     batch = buffer.sample(64)
     items = batch.actions.numpy().ravel()
@@ -202,7 +199,7 @@ def test_sample_returns_weights_of_the_drawn_transitions(beta: Any, exponent: fl
 def test_transitions_overwritten_after_sample_keep_the_new_priority() -> None:
     buffer = make_buffer(20, n_envs=2)
     fill(buffer, 10)
-    buffer._batch = np.arange(20), buffer.pos, buffer._n_added
+    buffer._batch = np.arange(20), buffer._observations.store.seen
     fill(buffer, 3)
     buffer.update_priorities(np.full(20, 5.0))
     assert (buffer.priorities[:3] == 1).all()
@@ -379,7 +376,6 @@ class OwnTrain(DQN):
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the registered algorithms after the test."""
     monkeypatch.setattr(critic_hooks, "_CRITICS", dict(critic_hooks._CRITICS))
 
 

@@ -138,7 +138,6 @@ def test_forked_child_can_sample_if_thread_held_lock_at_fork() -> None:
     within = [make_fork_safe_lock() for _ in range(30)]
 
     def hold_locks() -> None:
-        """Hold the buffer's lock for a while, then take the inner locks."""
         with lock:
             inside.set()
             time.sleep(0.1)

@@ -778,12 +778,14 @@ def test_refused_resume_leaves_the_files_of_the_buffer(
     assert contents() == before
 
 
-def test_copy_opened_by_load_replay_buffer_needs_its_folder_in_the_arguments(tmp_path: Path) -> None:
-    model = make_dqn(two_cartpoles(), tmp_path / "a")
-    model.learn(16).save_replay_buffer(tmp_path / "saved")
-    model.learn(16, reset_num_timesteps=False).load_replay_buffer(tmp_path / "saved")
+def test_folder_opened_by_load_replay_buffer_must_be_in_the_arguments(tmp_path: Path) -> None:
+    other = make_dqn(two_cartpoles(), tmp_path / "b")
+    other.learn(16).save_replay_buffer(tmp_path / "saved")
+    other.replay_buffer.close()
+    model = make_dqn(two_cartpoles(), tmp_path / "a").learn(16)
+    model.load_replay_buffer(tmp_path / "saved")
     assert model.replay_buffer.size() == 8
-    with pytest.raises(InvalidArgumentError, match=r"is in '.*a-copy1', expected replay_buffer_kwargs") as caught:
+    with pytest.raises(InvalidArgumentError, match=r"is in '.*b', expected replay_buffer_kwargs") as caught:
         model.learn(16, reset_num_timesteps=False, callback=ResumeCallback(tmp_path / "saves", 8))
     exec(str(caught.value).partition("Use ")[2].removesuffix(" before learn()"), {"model": model})
     model.learn(16, reset_num_timesteps=False, callback=ResumeCallback(tmp_path / "saves", 8))

@@ -91,7 +91,6 @@ class SameAsUpstream(RuleBasedStateMachine):
     def begin(
         self, kind: str, size: int, n_envs: int, actions: Any, codec: str, channels_last: bool, seed: int
     ) -> None:
-        """Create both buffers, empty."""
         space: Any = DICT if "dict" in kind else IMAGE
         self.ours, self.theirs = make_rollout_buffers(kind, size, space, actions, n_envs, codec=codec)
         self.source = TransitionSource(space, actions, n_envs, channels_last=channels_last)
@@ -154,14 +153,12 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from([copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))]))
     def copy(self, how: Callable[[Any], Any]) -> None:
-        """Continue with a copy, and change the original."""
         other, self.ours = self.ours, how(self.ours)
         other.reset()
 
     @precondition(lambda self: not self.is_flat)
     @rule()
     def fail_to_add(self) -> None:
-        """Check that wrong steps are refused."""
         if self.theirs.full and hasattr(self.theirs, "hidden_states_pi"):
             return  # sb3-contrib's class raises an IndexError first
         step = make_step(self.theirs, self.source.step()[0], self.rng)

@@ -15,21 +15,16 @@ from sb3_ext import CompressedPrioritizedReplayBuffer, CompressedReplayBuffer, S
 from tests.sb3_ext.buffer_envs import (
     REPLAY,
     TransitionSource,
+    assert_same_draws,
     collect_transitions,
     make_buffers,
     make_buffers_for,
     repeating_in_thread,
 )
-from tests.sb3_ext.vec_checks import assert_equal
 
 IMAGE = spaces.Box(0, 255, (3, 7, 6), np.uint8)
 PLACE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
 ACTIONS = spaces.Box(-1, 1, (2,), np.float32)
-
-
-def pick(observations: Any, key: Any, row: int, env: int) -> Any:
-    """Return one observation of SB3's buffer, or one of its parts."""
-    return (observations if key is None else observations[key])[row, env]
 
 
 def expected_sequence(
@@ -38,14 +33,13 @@ def expected_sequence(
     """Return the rows of a sequence, how many are burn-in, and whether the first is known to start an episode."""
     n_rows = theirs.buffer_size
     oldest = (theirs.pos - held) % n_rows
-    keys = [None] if isinstance(theirs.observations, np.ndarray) else [*theirs.observations]
 
     def is_joined(row: int) -> bool:
         """Return whether the transition in a row continues the one in the row before."""
-        before = (row - 1) % n_rows
+        before, stacks, nexts = (row - 1) % n_rows, theirs.observations, theirs.next_observations
+        pairs = [(nexts[key], stacks[key]) for key in stacks] if isinstance(stacks, dict) else [(nexts, stacks)]
         return not theirs.dones[before, env] and all(
-            (pick(theirs.next_observations, key, before, env) == pick(theirs.observations, key, row, env)).all()
-            for key in keys
+            (left[before, env] == right[row, env]).all() for left, right in pairs
         )
 
     rows = [row]
@@ -61,65 +55,56 @@ def expected_sequence(
     return rows, n_burn_in, starts
 
 
-def expected_samples(
-    theirs: Any, held: int, seed: int, batch_size: int, *, length: int, burn_in: int, period: int = 1
-) -> Any:
-    """Return what ``sample_sequences`` returns, from SB3's arrays, and leave NumPy's generator in the same state."""
-    np.random.seed(seed)
+def expected_samples(theirs: Any, held: int, batch_size: int, *, length: int, burn_in: int, period: int) -> Any:
+    """Return what ``sample_sequences`` returns, from SB3's arrays."""
     drawn = np.random.randint(0, held, size=batch_size)
     if held < theirs.size():
         drawn = (theirs.pos - held + drawn) % theirs.buffer_size
     kept = [(theirs.pos - held + age) % theirs.buffer_size for age in range(held)]
     drawn = np.array([row - row % period if row - row % period in kept else kept[0] for row in drawn])
     envs = np.random.randint(0, theirs.n_envs, size=batch_size)
-    n_steps, shape = burn_in + length, (batch_size, burn_in + length)
-    keys = [None] if isinstance(theirs.observations, np.ndarray) else [*theirs.observations]
-    obs: dict[Any, Any] = {}
-    next_obs: dict[Any, Any] = {}
-    for key in keys:
-        array = theirs.observations if key is None else theirs.observations[key]
-        obs[key], next_obs[key] = (np.zeros((*shape, *array.shape[2:]), array.dtype) for _ in range(2))
-    actions = np.zeros((*shape, theirs.action_dim), theirs.actions.dtype)
-    dones, rewards = np.zeros((2, *shape, 1), np.float32)
+    found = [
+        expected_sequence(theirs, held, row, env, length=length, burn_in=burn_in)
+        for row, env in zip(drawn, envs, strict=True)
+    ]
+    shape = batch_size, burn_in + length
     episode_starts, mask = np.zeros(shape, np.float32), np.zeros(shape, bool)
-    first, counts = np.zeros((2, batch_size), np.int64)
-    for i, (row, env) in enumerate(zip(drawn, envs, strict=True)):
-        rows, n_burn_in, starts = expected_sequence(theirs, held, row, env, length=length, burn_in=burn_in)
-        assert len(rows) <= n_steps
-        first[i], counts[i], episode_starts[i, 0] = rows[0], n_burn_in, starts
-        mask[i, n_burn_in : len(rows)] = True
-        for j, place in enumerate(rows):
-            actions[i, j], rewards[i, j] = theirs.actions[place, env], theirs.rewards[place, env]
-            dones[i, j] = theirs.dones[place, env] * (1 - theirs.timeouts[place, env])
-            for key in keys:
-                obs[key][i, j] = pick(theirs.observations, key, place, env)
-                next_obs[key][i, j] = pick(theirs.next_observations, key, place, env)
+    for i, (rows, n_burn_in, starts) in enumerate(found):
+        episode_starts[i, 0], mask[i, n_burn_in : len(rows)] = starts, True
 
-    def tensors(arrays: Any) -> Any:
-        found = {key: th.from_numpy(array) for key, array in arrays.items()}
-        return found.get(None, found)
+    def collect(part: Any) -> Any:
+        """Return values of the steps of all sequences, padded with zeros."""
+        if isinstance(part, dict):
+            return {key: collect(array) for key, array in part.items()}
+        padded = np.zeros((*shape, *part.shape[2:]), part.dtype)
+        for i, (rows, *_) in enumerate(found):
+            padded[i, : len(rows)] = part[rows, envs[i]]
+        return th.from_numpy(padded)
 
-    parts = (th.from_numpy(array) for array in (dones, rewards, episode_starts, mask, counts))
     return SequenceSamples(
-        tensors(obs), th.from_numpy(actions), tensors(next_obs), *parts, first, envs.astype(np.int64)
+        observations=collect(theirs.observations),
+        actions=collect(theirs.actions),
+        next_observations=collect(theirs.next_observations),
+        dones=collect(theirs.dones * (1 - theirs.timeouts))[..., None],
+        rewards=collect(theirs.rewards)[..., None],
+        episode_starts=th.from_numpy(episode_starts),
+        mask=th.from_numpy(mask),
+        n_burn_in=th.tensor([n_burn_in for _, n_burn_in, _ in found]),
+        rows=np.array([rows[0] for rows, *_ in found]),
+        envs=envs.astype(np.int64),
     )
 
 
-def assert_same_sequences(
-    ours: Any, theirs: Any, batch_size: int = 9, *, length: int, burn_in: int, period: int = 1
-) -> None:
+def assert_same_sequences(ours: Any, theirs: Any, batch_size: int, **options: int) -> None:
     """Check that the sequences of a compressed buffer equal those of a loop over SB3's arrays."""
+
+    def draw(buffer: Any) -> Any:
+        if buffer is ours:
+            return ours.sample_sequences(batch_size, **options)
+        return expected_samples(theirs, ours.size(), batch_size, **options)
+
     for seed in range(2):
-        expected = expected_samples(
-            theirs, ours.size(), seed, batch_size, length=length, burn_in=burn_in, period=period
-        )
-        state = np.random.get_state()
-        np.random.seed(seed)
-        found = ours.sample_sequences(batch_size, length, burn_in, period=period)
-        assert str(np.random.get_state()) == str(state)
-        assert_equal(SequenceSamples(*found[:-2], None, None), SequenceSamples(*expected[:-2], None, None))
-        for left, right in zip(found[-2:], expected[-2:], strict=True):
-            np.testing.assert_array_equal(left, right, strict=True)
+        assert_same_draws(draw, ours, theirs, seed)
 
 
 @pytest.mark.parametrize("kind", ["plain", "rewards"])

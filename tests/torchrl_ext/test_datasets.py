@@ -16,7 +16,6 @@ from rl_ext_core.datasets.episodes import map_values
 from rl_ext_core.errors import InvalidArgumentError
 from tests.dataset_checks import assert_equal_episodes, random_episodes, require_minari
 from torchrl_ext import FrameStorage
-from torchrl_ext.datasets import read_storage_episodes
 
 minari = require_minari()
 
@@ -30,7 +29,6 @@ SIDES = slice(None, -1), slice(1, None)
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return Minari's folder of datasets, which is temporary."""
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "root"))
     return tmp_path / "root"
 
@@ -72,7 +70,7 @@ def test_overwritten_elements_are_left_out(tmp_path: Path) -> None:
     episodes = write()
     storage = FrameStorage(15, storage_dir=tmp_path / "stored")
     fill(storage).extend(storage.get(torch.arange(5)))
-    found = list(read_storage_episodes(storage, PIXELS, SWITCH))
+    found = list(open_dataset(storage.to_dataset(tmp_path / "copy", SWITCH)))
     assert [len(episode) for episode in found] == [2, 1, 7, 4, 1]
     np.testing.assert_array_equal(found[0].observations, episodes[0].observations[2:])
     assert_equal_episodes(found[1:3], episodes[1:])

@@ -207,10 +207,7 @@ def write_dataset(
 
 
 def _check_values(values: Any, space: Any, name: str) -> None:
-    """Check that values have the shape of a space, and are among those of a Discrete space.
-
-    :raises InvalidArgumentError: If they do not, such as those of another environment
-    """
+    """Check that values have the shape of a space, and are among those of a Discrete space."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Dict):
@@ -235,10 +232,7 @@ def _make_id(name: str) -> str:
 
 
 def _lossless_option(storage: Any, space: Any) -> dict[str, Any]:
-    """Return the argument that makes Minari store images without JPEG.
-
-    :raises InvalidArgumentError: If the space contains images, and the installed Minari always uses JPEG
-    """
+    """Return the argument that makes Minari store images without JPEG."""
     if "jpeg_encoding" in inspect.signature(storage.new).parameters:
         return {"jpeg_encoding": False}
     if _contains_images(space):
@@ -258,10 +252,6 @@ def _contains_images(space: Any) -> bool:
 
 
 def _import_minari() -> Any:
-    """Import ``minari``.
-
-    :raises MissingDependencyError: If it is not installed
-    """
     try:
         import minari
         import minari.namespace
