@@ -34,8 +34,8 @@ from rl_ext_core.frames.log_read import (
     decode_transitions,
     find_handles,
 )
-from rl_ext_core.frames.log_recover import DAMAGED, are_pairs, drop_rows, replay_segment, write_note
-from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, SegmentFile, list_files
+from rl_ext_core.frames.log_recover import are_pairs, replay_segment, write_note
+from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, list_files
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
 from rl_ext_core.frames.log_write import (
     NEEDS_SEGMENT,
@@ -46,7 +46,7 @@ from rl_ext_core.frames.log_write import (
     push,
     push_bounded,
 )
-from rl_ext_core.frames.memory import address_of, out_of_memory_error, round_to_pages
+from rl_ext_core.frames.memory import address_of, damaged_folder_error, out_of_memory_error, round_to_pages
 from rl_ext_core.frames.shared_memory import MemoryFile, count_bytes
 
 CHAIN = 14  # entries per chain, up to 31; longer chains take less memory, and are slower to read
@@ -330,10 +330,12 @@ class FrameLog:
         :raises StorageError: If the disk is full. Nothing was dropped.
         """
         self._prepare_note()
-        drop_rows(self.state, self._n_written, position, stored)
+        rows = (position + np.arange(self.capacity - stored)) % self.capacity
+        self.pairs[rows[rows < self._n_written]] = 0
+        self.state[[fields.POSITION, fields.STORED]] = position, stored
         if self.folder is not None:
             write_note(self.state, False)
-        self._free_dead_segments()
+        self.count_live()
 
     def write_newest_data(self) -> None:
         """Make a change of the caller's data in the newest row survive the process.
@@ -583,16 +585,6 @@ class FrameLog:
         positions = pairs >> 23
         return np.where(pairs == 0, 0, self._numbers_by_slot[positions >> shift] << 32 | positions & ((1 << shift) - 1))
 
-    def replay_all(self) -> bool:
-        """Enter the rows that an earlier process left in the folder. The newest record of a row counts.
-
-        :return: Whether no file is damaged.
-        """
-        assert self.folder is not None
-        is_intact = all(self._replay(file, -1) != DAMAGED for file in list_files(self.folder, has_gaps=True))
-        self.count_live()
-        return is_intact
-
     # Memory that processes share
 
     def shared_sizes(self) -> tuple[int, int]:
@@ -699,53 +691,39 @@ class FrameLog:
     # Files of an earlier process, and pickles
 
     def recover(self) -> None:
-        """Find the transitions that an earlier process left in the folder.
+        """Find the rows that an earlier process left in the folder. The newest record of a row counts.
 
-        :raises CorruptFileError: If one of them is damaged.
+        :raises CorruptFileError: If a file is damaged, or one of a ring is missing.
         """
         assert self.folder is not None
-        self.state[fields.RECORDS] = -1  # until the first record, because killed processes leave segments without one
-        for file in list_files(self.folder):
-            if self._replay(file, int(self.state[fields.RECORDS])) == DAMAGED:
-                raise CorruptFileError(f"{file.path} is damaged: a record does not match its checksum or the others")
-        self.state[fields.RECORDS] = max(0, int(self.state[fields.RECORDS]))
-        self.check_stored()
+        state = self.state
+        state[fields.RECORDS] = -1  # until the first record, because killed processes leave segments without one
+        for file in list_files(self.folder, has_gaps=self._has_gaps):
+            slot, segment = self._take_slot(), Segment.open(file)
+            segment.n_words = min(segment.n_words, 1 << int(state[fields.SEGMENT_SHIFT]))
+            self._add_segment(slot, segment)
+            state[fields.SEQUENCE] = file.number
+            expected = -1 if self._has_gaps else int(state[fields.RECORDS])
+            if not replay_segment(state, slot, segment.n_words, expected, np.zeros(segment.n_words, np.uint8)):
+                raise damaged_folder_error(
+                    f"{file.path} is damaged: a record does not match its checksum or the others"
+                )
+            self._used[slot] = int(state[fields.NEXT]) & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)
+        state[fields.RECORDS] = max(0, int(state[fields.RECORDS]))
+        if not self._has_gaps:
+            self._drop_stale_rows()
+        self.count_live()
 
-    def _replay(self, file: SegmentFile, expected: int) -> int:
-        """Enter the transitions of a segment into the ring.
-
-        :param expected: Number of its first record, modulo 2**32, or -1 for any.
-        :return: ``CLEAN``, or ``DAMAGED`` if only its first records are intact, or are not the next ones.
-        """
-        state, slot, segment = self.state, self._take_slot(), Segment.open(file)
-        segment.n_words = min(segment.n_words, 1 << int(state[fields.SEGMENT_SHIFT]))
-        self._add_segment(slot, segment)
-        state[fields.SEQUENCE] = file.number
-        checked = np.zeros(segment.n_words, np.uint8)
-        result = int(replay_segment(state, slot, segment.n_words, expected, checked))
-        self._used[slot] = words = int(state[fields.NEXT]) & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)
-        if self._live[slot]:
-            state[fields.USED_WORDS] += words
-        else:
-            state[fields.DIED] += 1
-        return result
-
-    def check_stored(self) -> None:
-        """Drop rows that are not stored any more; raise if one of the others is missing.
-
-        :raises CorruptFileError: If one is missing.
-        """
+    def _drop_stale_rows(self) -> None:
+        """Drop rows of the ring that are not stored any more; raise if one of the others is missing."""
         position, stored = (int(self.state[field]) for field in (fields.POSITION, fields.STORED))
         rows = (position - 1 - np.arange(stored)) % self.capacity
         self.state[fields.FULL] |= stored > position
         if missing := np.count_nonzero(~self.pairs[rows].all(axis=(1, 2))):
-            raise CorruptFileError(f"{self.folder} is damaged: {missing} of {stored} transitions are missing")
-        others = np.ones(self.capacity, dtype=np.bool_)
-        others[rows] = False
-        others &= self.pairs.any(axis=(1, 2))
-        if others.any():
-            drop_rows(self.state, self.capacity, position, stored)
-        self._free_dead_segments()
+            raise damaged_folder_error(f"{self.folder} is damaged: {missing} of {stored} transitions are missing")
+        is_stale: npt.NDArray[np.bool_] = np.any(self.pairs, axis=(1, 2))
+        is_stale[rows] = False
+        self.pairs[is_stale] = 0
 
     def _take_slot(self) -> int:
         """Return a free slot, and make the tables longer if there is none."""
@@ -801,8 +779,7 @@ class FrameLog:
             if len(words) > 1 << shift or not are_pairs(state, slot, len(words), some, checked):
                 raise CorruptFileError("an entry refers to another one that does not exist")
             self._used[slot], state[fields.SEQUENCE] = len(words), max(state[fields.SEQUENCE], slot + 1)
-        state[fields.USED_WORDS] = int(self._used[self._live > 0].sum())
-        self._free_dead_segments()
+        self.count_live()
 
     @property
     def position(self) -> int:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import FORMAT, checksum, format_error
-from rl_ext_core.frames.memory import as_storage_error, storage_error
+from rl_ext_core.frames.memory import as_storage_error, damaged_folder_error, storage_error
 from rl_ext_core.resources import check_folder, check_path
 
 MANIFEST = "store.json"
@@ -146,9 +146,9 @@ class LogFolder:
                 self.identity, current = found["identity"], index(found["generation"])
             self._check_options(options)
             if settings is not None and current not in generations:
-                raise CorruptFileError(f"{_generation_path(self.path, current)} is missing. Restore it from a copy")
+                raise damaged_folder_error(f"{_generation_path(self.path, current)} is missing")
         elif any(any(path.iterdir()) for path in generations.values()):
-            raise CorruptFileError(f"{manifest} is missing. Restore it from a copy, or pass another storage_dir")
+            raise damaged_folder_error(f"{manifest} is missing")
         for number, path in generations.items():
             if number != current:
                 shutil.rmtree(path, ignore_errors=True)

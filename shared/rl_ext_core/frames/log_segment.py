@@ -15,10 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core import _system
-from rl_ext_core.errors import CorruptFileError
 from rl_ext_core.frames.checkpoint import FORMAT, format_error
 from rl_ext_core.frames.log_state import SEGMENT_HEADER
-from rl_ext_core.frames.memory import address_of, as_storage_error, out_of_memory_error, storage_error
+from rl_ext_core.frames.memory import (
+    address_of,
+    as_storage_error,
+    damaged_folder_error,
+    out_of_memory_error,
+    storage_error,
+)
 
 _MAGIC = 0x4C584C52
 _HEADER = struct.Struct("<IIQI")  # magic number, format, number of the segment, words
@@ -129,11 +134,11 @@ def list_files(folder: Path, *, has_gaps: bool = False) -> list[SegmentFile]:
         size = path.stat().st_size
         is_right = magic == _MAGIC and number == int(path.stem) and n_words >= SEGMENT_HEADER
         if not is_right or size < 4 * n_words + SLACK_BYTES:
-            raise CorruptFileError(f"{path} is damaged: its header does not fit its name and its {size:,} bytes")
+            raise damaged_folder_error(f"{path} is damaged: its header does not fit its name and its {size:,} bytes")
         found.append(SegmentFile(path, number, n_words))
     for before, after in itertools.pairwise(found):
         if after.number != before.number + 1 and not has_gaps:
-            raise CorruptFileError(f"{before.path} is not followed by file {before.number + 1}, which is missing")
+            raise damaged_folder_error(f"{before.path} is not followed by file {before.number + 1}, which is missing")
     return found
 
 

@@ -15,7 +15,7 @@ from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.layout import INTERLEAVED, StackLayout, find_layout
 from rl_ext_core.frames.log import CHAIN, FrameLog, SharedLog
 from rl_ext_core.frames.log_folder import as_corrupt_file
-from rl_ext_core.frames.log_move import copy_rows, find_rows, find_stream
+from rl_ext_core.frames.log_move import copy_rows, find_stream
 from rl_ext_core.frames.log_patch import PADDING
 from rl_ext_core.frames.log_state import N_LOG
 from rl_ext_core.frames.memory import address_of
@@ -245,11 +245,7 @@ class FrameTable:
         :return: Which rows are found as they were written last, shape ``(n_rows,)``.
         :raises CorruptFileError: If a file is damaged.
         """
-        if not self.log.replay_all():
-            raise CorruptFileError(
-                f"{self._folder} is damaged: a record does not match its checksum or the others. Restore the folder "
-                "from a copy, or pass another storage_dir"
-            )
+        self.log.recover()
         found = np.flatnonzero(self._pairs)
         self._n_touched = int(found[-1]) + 1 if len(found) else 0
         assert self.locations is not None
@@ -271,9 +267,9 @@ class FrameTable:
             worst = int(np.argmin(shares))
             if words.sum() <= _MAX_EXCESS * (shares * words).sum() or shares[worst] * _MAX_EXCESS > 1:
                 return
-            rows = np.empty(int(live[worst]), dtype=np.int64)
-            find_rows(log.state, int(slots[worst]), self._n_touched, rows)
-            self._copy(self._pairs[rows], rows)
+            pairs = self._pairs[: self._n_touched]
+            rows = np.flatnonzero((pairs != 0) & (pairs >> 23 >> self._shift == slots[worst]))
+            self._copy(pairs[rows], rows)
 
     # Layout
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core._system import PAGE
-from rl_ext_core.errors import OutOfMemoryError, StorageError
+from rl_ext_core.errors import CorruptFileError, OutOfMemoryError, StorageError
 from rl_ext_core.resources import NO_SPACE, write_problem
 
 _Pointer = ctypes.c_size_t
@@ -55,6 +55,11 @@ def as_storage_error(path: Path, *, doing: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise storage_error(path, error, doing=doing) from error
+
+
+def damaged_folder_error(problem: str) -> CorruptFileError:
+    """Create the error for a storage_dir of which files are damaged or missing."""
+    return CorruptFileError(f"{problem}. Restore the folder from a copy, or pass another storage_dir")
 
 
 def out_of_memory_error(n_bytes: int) -> OutOfMemoryError:

@@ -416,12 +416,7 @@ class FrameStore:
             for part, settings in zip(self.parts.values(), folder.settings["parts"], strict=True):
                 part.restore(settings)
         self._set_log(self._new_log(folder.segments()))
-        try:
-            self._log.recover()
-        except CorruptFileError as error:
-            raise CorruptFileError(
-                f"{error}. Restore {str(folder.path)!r} from a copy, or pass another storage_dir"
-            ) from error
+        self._log.recover()
         if self.size and not resume:
             raise InvalidArgumentError(
                 f"storage_dir={str(folder.path)!r} contains {self.size:,} rows of an earlier buffer, expected an empty "
