@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import ctypes
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from operator import index
@@ -40,7 +38,6 @@ _SEGMENT_SHARE = 12  # a segment takes at most so much of max_bytes
 _SMALL_FRAME = 512  # bytes
 
 _logger = logging.getLogger("rl_ext_core.frames")
-_open_stores: weakref.WeakSet[FrameStore] = weakref.WeakSet()
 _NO_ENVS = np.zeros(0, dtype=np.int64)
 
 Array = npt.NDArray[Any]
@@ -354,7 +351,6 @@ class FrameStore:
         except BaseException:
             self._folder.abandon()
             raise
-        _open_stores.add(self)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -767,12 +763,6 @@ class FrameStore:
             with self.lock:
                 self._log.close()
                 self._folder.close()
-                _open_stores.discard(self)
-
-    def __del__(self) -> None:
-        if getattr(self, "_folder", None) is not None and hasattr(self, "_log"):
-            with contextlib.suppress(Exception):
-                self.close()
 
     def __copy__(self) -> FrameStore:
         return copy.deepcopy(self)  # because two stores must not write to the same memory
@@ -878,13 +868,3 @@ def _decode_opaque(
             view[sample, place] = frame
         else:
             view[sample, :, place] = frame.reshape(layout.pixels, -1)
-
-
-def _close_stores() -> None:
-    """Close all stores that are open, at exit."""
-    for store in list(_open_stores):
-        with contextlib.suppress(Exception):
-            store.close()
-
-
-atexit.register(_close_stores)
