@@ -52,7 +52,6 @@ class Observation(NamedTuple):
     :ivar n_stack: Frames per stack, or None to detect it.
     :ivar max_error: Largest error per byte; 0 is exact.
     :ivar quality: JPEG quality, 1 to 100.
-    :ivar axis: Stacking axis, or None to derive it.
 
     >>> import numpy as np
     >>> from rl_ext_core.frames.store import Observation
@@ -66,7 +65,6 @@ class Observation(NamedTuple):
     n_stack: int | None = None
     max_error: int = 0
     quality: int = DEFAULT_QUALITY
-    axis: int | None = None
 
 
 Converter = Callable[[Any, str], Array]
@@ -140,10 +138,7 @@ class StoredPart:
     def __init__(self, key: Any, options: Observation, n_envs: int, *, others_detect: bool = False) -> None:
         dtype = np.dtype(options.dtype)
         self.key, self.options, self.n_envs = key, options._replace(dtype=dtype), n_envs
-        given = options.n_stack
-        layouts = list(candidate_layouts(options.shape, dtype, n_stack=given))
-        if options.axis is not None and given is not None:
-            layouts = [StackLayout(options.shape, dtype, given, options.axis)]
+        layouts = list(candidate_layouts(options.shape, dtype, n_stack=options.n_stack))
         check_codec(options.codec, quality=options.quality)
         self.is_jpeg = options.codec == "jpeg"
         self.max_error = validate_max_error(options.max_error, codec=options.codec, dtype=dtype)
@@ -151,7 +146,7 @@ class StoredPart:
         self._lossy_layouts = [layout for layout in layouts if not self.is_jpeg or self._has_images(layout)]
         if not self._lossy_layouts:
             JpegCodec(layouts[-1], options.quality)  # raises
-        self.detects = given is None
+        self.detects = options.n_stack is None
         # Until all layouts are known, a permitted loss is not used, because storing frames twice would add to it.
         self.is_lossy = self.is_jpeg or self.max_error > 0
         self.waits = self.is_lossy and (self.detects or others_detect)
