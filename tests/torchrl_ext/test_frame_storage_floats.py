@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
-from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
+from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames.codecs import JpegCodec
 from tests.torchrl_ext.frame_data import STACK, Videos, assert_same
 from torchrl_ext import FrameStorage
@@ -145,36 +145,6 @@ def test_only_batches_of_usual_size_are_recycled() -> None:
         buffer.sample()
     assert storage.nbytes == before
     assert storage.recycled_nbytes <= 4 * 16 * 4 * 40 * 40 * 4
-
-
-def test_max_bytes_keeps_the_newest_elements_and_fills_up_again_after_noise() -> None:
-    generator = torch.Generator().manual_seed(0)
-    storage = FrameStorage(3000, max_bytes=2_000_000)
-    buffer = TensorDictReplayBuffer(storage=storage, batch_size=16)
-    pixels = torch.randint(0, 255, (9500, 1, 40, 40), dtype=torch.uint8, generator=generator)
-    pixels[:500] = pixels[3500:] = 0
-    data = TensorDict({"pixels": pixels, "number": torch.arange(9500)}, [9500])
-    for start, stop, full in ((0, 500, False), (500, 3500, False), (3500, 9500, True)):
-        for rows in (*data[start : stop - 100].split(100), *data[stop - 100 : stop].split(1)):
-            buffer.extend(rows.clone())
-            assert storage.nbytes <= 2_000_000
-        assert (len(buffer) == storage.max_size) == full
-        first = int(buffer.writer._cursor) % len(buffer)  # the oldest
-        held = torch.cat([buffer[first:].clone(), buffer[:first].clone()])
-        assert held["index"].tolist() == [*range(first, len(buffer)), *range(first)]
-        assert_same(held.exclude("index"), data[stop - len(buffer) : stop].to("cpu"))
-
-
-def test_max_bytes_refuses_large_elements_before_storing_them() -> None:
-    noise = torch.randint(0, 255, (4, 3, 100, 100), dtype=torch.uint8)
-    storage = FrameStorage(10, max_bytes=40_000)
-    with pytest.raises(OutOfMemoryError, match=r"one element of this kind takes 30000 bytes.* nothing was stored"):
-        storage.set(range(4), TensorDict({"pixels": noise}, [4]))
-    assert len(storage) == 0
-    storage.set(range(4), TensorDict({"pixels": noise[..., :10, :50]}, [4]))
-    with pytest.raises(InvalidArgumentError, match="leaves a gap"):
-        storage.set(7, TensorDict({"pixels": noise[0, :, :10, :50]}, []))
-    assert len(storage) == 4
 
 
 def _make_pictures(n: int) -> TensorDict:

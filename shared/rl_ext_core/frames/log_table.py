@@ -29,8 +29,6 @@ _MOST_STREAMS, _LEAST_STREAMS = 256, 4
 _STREAM_BYTES = 3_000_000  # newest stacks of all streams
 _MAX_EXCESS = 1.3  # words of all segments, relative to those that live rows need
 _MOST_COPIED = 4  # segments that are copied after a put
-_SEGMENT_SHARE = 12  # a segment takes at most so much of max_bytes
-_STREAM_SHARE = 8  # and the newest stacks so much
 
 Array = npt.NDArray[Any]
 
@@ -44,7 +42,6 @@ class FrameTable:
     :param n_rows: Number of rows.
     :param observation: Form of the images, and how to store them.
     :param folder: Existing folder for the segments, or None for memory.
-    :param max_bytes: Limit that the caller will keep, which makes segments smaller; or None.
     :param settings: Settings of the table that left its segments in the folder, or None for a new table.
     :ivar locations: Location of each row, as a file that the caller has mapped; None in memory.
     :ivar fixed_layout: Whether the layout that the first put detects is final.
@@ -67,10 +64,9 @@ class FrameTable:
         observation: Observation,
         *,
         folder: Path | None = None,
-        max_bytes: int | None = None,
         settings: list[Any] | None = None,
     ) -> None:
-        self._n_rows, self._folder, self._max_bytes = n_rows, folder, max_bytes
+        self._n_rows, self._folder = n_rows, folder
         self.part = StoredPart(None, observation, 1)
         self.fixed_layout = folder is not None
         self._seen = 0  # rows that were put
@@ -93,13 +89,8 @@ class FrameTable:
         n_bytes = (layout.n_stack + 1 + part.column.max_error) * padded
         n_bytes += layout.stack_bytes if part.order == INTERLEAVED else 0
         n_streams = max(min(_STREAM_BYTES // n_bytes, _MOST_STREAMS), _LEAST_STREAMS)
-        if self._max_bytes is not None:
-            n_streams = max(min(n_streams, self._max_bytes // _STREAM_SHARE // n_bytes), 1)
         self._stream_bytes = n_bytes
-        log = FrameLog(self._n_rows, 1, [part.column], folder=self._folder, n_streams=n_streams)
-        if self._max_bytes is not None:
-            log.most_words = min(log.most_words, max(self._max_bytes // 4 // _SEGMENT_SHARE, log.record_words))
-        return log
+        return FrameLog(self._n_rows, 1, [part.column], folder=self._folder, n_streams=n_streams)
 
     def _use(self, log: FrameLog) -> None:
         """Use a log from now on."""
@@ -184,20 +175,6 @@ class FrameTable:
         if self._shared is None:  # other processes write to any row
             self._n_touched = min(start, self._n_touched)
         self.log.count_live()
-
-    def move(self, rows: Array) -> None:
-        """Drop all rows except these, which become the first ones in this order."""
-        pairs = self._pairs[rows]
-        self._pairs[: self._n_touched] = 0
-        self._n_touched = len(rows)
-        if self._folder is None:
-            self._pairs[: len(rows)] = pairs
-            if not self.log.state[fields.USED_WORDS] or not len(rows):
-                self.log.close()  # so that it can be copied or freed
-            self.log.count_live()
-        else:  # in files, a row changes by a record
-            self._copy(pairs, np.arange(len(rows)))
-            self.log.count_live()
 
     def copy(self, sources: Array, targets: Array) -> None:
         """Replace rows by copies of others."""
