@@ -46,7 +46,7 @@ from rl_ext_core.frames.log_write import (
     push,
     push_bounded,
 )
-from rl_ext_core.frames.memory import address_of, damaged_folder_error, out_of_memory_error, round_to_pages
+from rl_ext_core.frames.memory import address_of, damaged_folder_error, out_of_memory_error
 from rl_ext_core.frames.shared_memory import MemoryFile, count_bytes
 
 CHAIN = 14  # entries per chain, up to 31; longer chains take less memory, and are slower to read
@@ -213,7 +213,7 @@ class FrameLog:
         mask = shared_byte_mask(layout)
         self._allocate(c, fields.MASK, (len(mask),))[:] = mask
         if layout.n_stack != 4 or layout.frame_bytes != layout.pixels:  # stacks are kept, too
-            self._close_segment()  # the newest frames are not known any more
+            self.close_segment()  # the newest frames are not known any more
             self._allocate_frames(c, layout.n_stack + 1)
         self._is_prepared[number] = True
 
@@ -358,7 +358,7 @@ class FrameLog:
         self.drop(0, 0)
         self.state[fields.FULL] = 0
         if self.folder is None:
-            self._close_segment()
+            self.close_segment()
             self._free_dead_segments()
 
     def count_oldest(self) -> int:
@@ -367,7 +367,7 @@ class FrameLog:
         rows = (first + np.arange(self.stored)) % self.capacity
         slots = self.pairs[rows, 0, 0] >> shift
         if self.state[fields.END] and slots[0] == self._open_slot:
-            self._close_segment()
+            self.close_segment()
         found = np.flatnonzero(slots != slots[0])
         return int(found[0]) if len(found) else self.stored
 
@@ -428,7 +428,7 @@ class FrameLog:
         number = int(state[fields.SEQUENCE]) + 1
         slot = self._take_slot()
         segment = self._new_segment(words + self.record_words + 2 * SEGMENT_HEADER, number, slot)
-        self._close_segment()
+        self.close_segment()
         self._add_segment(slot, segment)
         start = slot << int(state[fields.SEGMENT_SHIFT])
         state[fields.SEQUENCE], state[fields.RESTART_WORDS] = number, 0
@@ -478,8 +478,8 @@ class FrameLog:
         state = self.state
         return int(state[fields.NEXT] & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)) if state[fields.END] else 0
 
-    def _close_segment(self) -> None:
-        """Close the open segment, if there is one."""
+    def close_segment(self) -> None:
+        """Close the open segment, if there is one, so that its file takes no more space than needed."""
         state = self.state
         if not state[fields.END]:
             return
@@ -591,7 +591,7 @@ class FrameLog:
         """Return the bytes of arrays, and those of a segment, for :meth:`share`."""
         self._prepare_for_sharing()
         segment_bytes = 4 * (self.most_words + self.record_words + 2 * SEGMENT_HEADER) + SLACK_BYTES
-        return count_bytes(*self._shared_forms()), round_to_pages(segment_bytes)
+        return count_bytes(*self._shared_forms()), -(-segment_bytes // _system.PAGE) * _system.PAGE
 
     def _prepare_for_sharing(self) -> None:
         """Allocate arrays of the shapes that all processes use."""
@@ -607,7 +607,7 @@ class FrameLog:
         :param sizes: Bytes of arrays and of a segment, at least :meth:`shared_sizes`.
         """
         assert self.folder is None
-        self._close_segment()
+        self.close_segment()
         self._free_dead_segments()
         if len(self._segments) > _SHARED_SLOTS // 2:
             raise out_of_memory_error(4 * self.most_words)
@@ -815,7 +815,3 @@ class FrameLog:
         shift, at = int(self.state[fields.SEGMENT_SHIFT]), int(self.state[fields.NEXT])
         segment, at = self._segments.get(at >> shift), at & ((1 << shift) - 1)
         return segment is not None and at > 0 and bool(segment.words[at : at + self.record_words].any())
-
-    def close(self) -> None:
-        """Close the open segment, so that its file takes no more space than needed."""
-        self._close_segment()

@@ -171,7 +171,7 @@ class FrameTable:
         """Drop all rows from a number on."""
         self._pairs[start : self._n_touched] = 0
         if not start:
-            self.log.close()  # so that it can be freed
+            self.log.close_segment()  # so that it can be freed
         if self._shared is None:  # other processes write to any row
             self._n_touched = min(start, self._n_touched)
         self.log.count_live()
@@ -189,7 +189,7 @@ class FrameTable:
         """Write copies of the entries of pairs, and let rows refer to them."""
         log, slots = self.log, pairs >> 23 >> self._shift
         if log.limit and (slots[pairs != 0] == log.limit >> self._shift).any():
-            log.close()
+            log.close_segment()
         log.keeps_dead = True
         try:
             for slot in np.unique(slots[pairs != 0]).tolist():
@@ -231,7 +231,7 @@ class FrameTable:
 
     def close(self) -> None:
         """Close the open segment, so that its file takes no more space than needed."""
-        self.log.close()
+        self.log.close_segment()
 
     def compact(self) -> None:
         """Copy rows out of the segments that contain the fewest live ones, until the excess is permitted."""
@@ -259,7 +259,7 @@ class FrameTable:
                 self._use(self._new_log())
                 if self._shared is not None:
                     self._attach(self._shared)
-                    self._shared_layout[:] = self._layout
+                    self._shared_layout[:] = self.part.settings
 
     def _detect_again(self, has_next: bool) -> None:
         """Detect the layout again, and store all rows again if another one is better."""
@@ -284,7 +284,7 @@ class FrameTable:
             self._use(self._new_log())
             for some in np.split(rows, range(_COPY_BATCH, len(rows), _COPY_BATCH)):
                 stacks, nexts = np.empty((2, len(some), *part.layout.shape), part.layout.dtype)
-                self._decode(old, some, stacks, nexts)
+                decode_batch(old, 0, part, some, np.zeros_like(some), stacks, nexts)
                 self._push(self.log, some, stacks, nexts)
         except BaseException:
             part.restore(before)
@@ -301,18 +301,11 @@ class FrameTable:
         :param nexts: The same for the next observations.
         :param num_threads: Threads to decode in; default 1.
         """
-        self._decode(self.log, rows, stacks, nexts, num_threads)
-
-    def _decode(
-        self, log: FrameLog, rows: Array, stacks: Array | None, nexts: Array | None, num_threads: int = 1
-    ) -> None:
-        """Decode rows of a log with the present layout."""
-        envs = np.zeros(len(rows), dtype=np.int64)
-        decode_batch(log, 0, self.part, rows, envs, stacks, nexts, num_threads=num_threads)
+        decode_batch(self.log, 0, self.part, rows, np.zeros_like(rows), stacks, nexts, num_threads=num_threads)
 
     def handles(self, rows: Array) -> tuple[Array, Array]:
         """Return handles of observations and next observations, for :meth:`GpuDecoder.decode`."""
-        return self.log.find_handles(0, rows, np.zeros(len(rows), dtype=np.int64))
+        return self.log.find_handles(0, rows, np.zeros_like(rows))
 
     # State
 
@@ -352,15 +345,9 @@ class FrameTable:
         self._shared = self.log.share((max(size for size, _ in sizes), max(size for _, size in sizes)))
         self._layout_memory = MemoryFile(24)
         (self._shared_layout,) = self._layout_memory.arrays(((3,), np.int64))
-        self._shared_layout[:] = self._layout
+        self._shared_layout[:] = self.part.settings
         self._use(self.log)
         self.fixed_layout, self._n_touched = True, self._n_rows
-
-    @property
-    def _layout(self) -> tuple[int, int, int]:
-        """Layout as numbers."""
-        layout = self.part.layout
-        return layout.n_stack, layout.axis, int(self.part.waits)
 
     def _attach(self, shared: SharedLog) -> None:
         """Use the memory that another process has shared."""
@@ -369,10 +356,8 @@ class FrameTable:
 
     def load(self) -> None:
         """Use what other processes have written."""
-        if tuple(self._shared_layout) != self._layout:  # another process has detected it
-            shape, dtype, *_ = self.part.settings
-            n_stack, axis, waits = self._shared_layout.tolist()
-            self.part.restore([shape, dtype, n_stack, axis, bool(waits)])
+        if self._shared_layout.tolist() != self.part.settings:  # another process has detected it
+            self.part.restore(self._shared_layout.tolist())
             self._use(self._new_log())
             assert self._shared is not None
             self._attach(self._shared)

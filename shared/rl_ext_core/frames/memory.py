@@ -11,17 +11,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core._system import PAGE
 from rl_ext_core.errors import CorruptFileError, OutOfMemoryError, StorageError
 from rl_ext_core.resources import NO_SPACE, write_problem
 
 _Pointer = ctypes.c_size_t
 _HEADER = object.__basicsize__
-
-
-def round_to_pages(n_bytes: int) -> int:
-    """Round a number of bytes up to whole pages."""
-    return -(-n_bytes // PAGE) * PAGE
 
 
 def address_of(array: npt.NDArray[np.generic]) -> int:

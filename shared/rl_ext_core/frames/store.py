@@ -214,19 +214,18 @@ class StoredPart:
     @property
     def settings(self) -> list[Any]:
         """Plain values that determine how frames are stored, for :meth:`restore`."""
-        layout = self.layout
-        return [list(map(int, layout.shape)), layout.dtype.str, int(layout.n_stack), int(layout.axis), self.waits]
+        return [int(self.layout.n_stack), int(self.layout.axis), self.waits]
 
     def restore(self, settings: list[Any]) -> None:
         """Use the layout of a store that was opened or loaded.
 
         :raises CorruptFileError: If the observations cannot have this layout.
         """
-        shape, dtype, n_stack, axis, self.waits = settings
-        layout = StackLayout(self.layout.shape, self.layout.dtype, index(n_stack), axis)
-        if [*shape] != [*layout.shape] or dtype != layout.dtype.str or axis not in (0, len(shape) - 1):
-            raise CorruptFileError(f"settings={settings} do not fit observations of shape {layout.shape}")
-        self.set_layout(layout)
+        n_stack, axis, waits = settings
+        shape, self.waits = self.layout.shape, bool(waits)
+        if axis not in (0, len(shape) - 1):
+            raise CorruptFileError(f"settings={settings} do not fit observations of shape {shape}")
+        self.set_layout(StackLayout(shape, self.layout.dtype, index(n_stack), axis))
 
     def prepare(self, stacks: Any, name: str) -> tuple[Array, int]:
         """Check a batch of stacks, and copy it if the kernels cannot read its memory order.
@@ -756,7 +755,7 @@ class FrameStore:
         """
         if self._folder is not None and self._folder.close.alive:
             with self.lock:
-                self._log.close()
+                self._log.close_segment()
                 self._folder.close()
 
     def __copy__(self) -> FrameStore:
