@@ -35,7 +35,7 @@ from rl_ext_core.frames.log_read import (
     find_handles,
 )
 from rl_ext_core.frames.log_recover import are_pairs, replay_segment, write_note
-from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, list_files
+from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, open_segments
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
 from rl_ext_core.frames.log_write import (
     NEEDS_SEGMENT,
@@ -449,10 +449,10 @@ class FrameLog:
     def _new_segment(self, n_words: int, number: int, slot: int) -> Segment:
         """Return a segment of at least ``n_words``, in memory that was freed before if it fits."""
         if self._shared is not None:
-            return Segment(n_words, None, number, self._shared.map(slot))
+            return Segment.create(n_words, None, number, self._shared.map(slot))
         spare = self._spare
         if spare is None or not n_words <= spare.n_words <= 2 * n_words:
-            return Segment(n_words, self.folder, number)
+            return Segment.create(n_words, self.folder, number)
         self._spare, spare.number = None, number
         return spare
 
@@ -619,7 +619,7 @@ class FrameLog:
         for array, old in zip(self._shared_arrays(), before, strict=True):
             array[...] = old
         for slot, segment in own.items():
-            copy = Segment(segment.n_words, None, segment.number, shared.map(slot))
+            copy = Segment.create(segment.n_words, None, segment.number, shared.map(slot))
             copy.words[:] = segment.words
             self._add_segment(slot, copy)
         self.save()
@@ -698,15 +698,15 @@ class FrameLog:
         assert self.folder is not None
         state = self.state
         state[fields.RECORDS] = -1  # until the first record, because killed processes leave segments without one
-        for file in list_files(self.folder, has_gaps=self._has_gaps):
-            slot, segment = self._take_slot(), Segment.open(file)
+        for segment in open_segments(self.folder, has_gaps=self._has_gaps):
+            slot = self._take_slot()
             segment.n_words = min(segment.n_words, 1 << int(state[fields.SEGMENT_SHIFT]))
             self._add_segment(slot, segment)
-            state[fields.SEQUENCE] = file.number
+            state[fields.SEQUENCE] = segment.number
             expected = -1 if self._has_gaps else int(state[fields.RECORDS])
             if not replay_segment(state, slot, segment.n_words, expected, np.zeros(segment.n_words, np.uint8)):
                 raise damaged_folder_error(
-                    f"{file.path} is damaged: a record does not match its checksum or the others"
+                    f"{segment.path} is damaged: a record does not match its checksum or the others"
                 )
             self._used[slot] = int(state[fields.NEXT]) & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)
         state[fields.RECORDS] = max(0, int(state[fields.RECORDS]))
@@ -772,7 +772,7 @@ class FrameLog:
         if not np.isin(slots, [*contents["segments"]]).all():
             raise CorruptFileError("a segment is missing")
         for slot, words in contents["segments"].items():
-            segment = Segment(len(words), None, slot + 1)
+            segment = Segment.create(len(words), None, slot + 1)
             segment.words[:] = words
             self._add_segment(slot, segment)
             some, checked = places[ends[slot] - self._live[slot] : ends[slot]], np.zeros(len(words), np.uint8)

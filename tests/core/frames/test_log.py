@@ -179,7 +179,7 @@ def test_folder_whose_oldest_segment_has_no_record_is_opened(tmp_path: Path) -> 
         store.close()
     oldest = min(int(path.stem) for path in (folder / "log-0000").glob("*.log"))
     assert oldest > 0
-    Segment(64, folder / "log-0000", oldest - 1)
+    Segment.create(64, folder / "log-0000", oldest - 1)
     for newest in (399, 400):
         store = open_store(folder, 150)
         assert (check(store), store.size) == (newest, 150)
