@@ -236,8 +236,7 @@ class Observations:
 
     def handles(self, rows: IndexArray, envs: IndexArray) -> HandlesByKey:
         """Return the handles of observations and next observations, each of shape ``(batch,)``, by key."""
-        found = self.store.handles(_as_int64(rows), _as_int64(envs))
-        return found if isinstance(found, dict) else {_SINGLE_KEY: found}
+        return self.store.handles(_as_int64(rows), _as_int64(envs))
 
     def decode_handles(self, handles: HandlesByKey) -> tuple[Any, Any]:
         """Decode observations and next observations by their handles; 0 gives zeros."""

@@ -248,13 +248,12 @@ class FrameStorage(TensorStorage):
 
     # Allocation
 
-    def _init(self, row: Any, data: Any = None) -> None:
+    def _init(self, row: Any, data: Any) -> None:
         """Create the columns and allocate all elements.
 
         :param row: One element.
-        :param data: First elements, from which the form of images is detected; default ``row``.
+        :param data: First elements, from which the form of images is detected.
         """
-        data = row.unsqueeze(0) if data is None else data[:_COPY_BATCH]
         if self.device == "auto":
             self.device = row.device or torch.device("cpu")
         kinds = describe_image_columns(row, self._pixels, data, may_scale=self._may_scale)
@@ -382,12 +381,13 @@ class FrameStorage(TensorStorage):
             first = data.unsqueeze(0) if is_single_index(cursor) else data
             if not len(first):
                 raise InvalidArgumentError("the first batch has no elements; nothing was stored. Pass one or more")
-            resolve_target(cursor, data, shape=self._shape_for(first[0]), ndim=self.ndim)  # raises
-            self._init(first[0], first)
+        shape = self._shape_for(first[0]) if fresh else self._storage.batch_size
+        where = resolve_target(cursor, data, shape=shape, ndim=self.ndim)
+        if fresh:
+            self._init(first[0], first[:_COPY_BATCH])
         length, last = self._len, self._last_cursor_index
         undo: Callable[[], None] | None = None
         try:
-            where = resolve_target(cursor, data, shape=self._storage.batch_size, ndim=self.ndim)
             if set_cursor and self._resume_cursor is not None and where.places[0] != self._resume_cursor:
                 raise self._writer_error(where.places[0])
             may_cast = is_single_index(cursor) or is_slices(cursor)  # as torch does

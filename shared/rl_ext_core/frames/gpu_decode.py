@@ -91,8 +91,7 @@ class GpuDecoder:
         :raises MissingDependencyError: If Triton is not installed.
         """
         with store.lock:
-            handles = store.handles(rows, envs)
-            both = np.concatenate(handles if key is None else handles[key])
+            both = np.concatenate(store.handles(rows, envs)[key])
             stacks = self.decode(store._log, [*store.parts].index(key), both)
         return stacks[: len(rows)], stacks[len(rows) :]
 

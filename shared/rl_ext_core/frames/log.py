@@ -664,19 +664,15 @@ class FrameLog:
         state[N_LOG + fields.SHARED_KEY] = self._counters[-1]
         if state[fields.END]:
             self._open_slot = int(state[fields.END] - 1) >> int(state[fields.SEGMENT_SHIFT])
-        for slot in np.flatnonzero(self._numbers_by_slot != self._mapped_numbers()).tolist():
+        mapped = np.zeros(len(self._table), dtype=np.int64)
+        for slot, segment in self._segments.items():
+            mapped[slot] = segment.number
+        for slot in np.flatnonzero(self._numbers_by_slot != mapped).tolist():
             self._segments.pop(slot, None)
             self._table[slot] = 0
             if number := int(self._numbers_by_slot[slot]):
                 self._segments[slot] = segment = Segment.share(shared.map(slot), number)
                 self._table[slot] = segment.address
-
-    def _mapped_numbers(self) -> Array:
-        """Return the numbers of the segments that this process has mapped, by slot."""
-        numbers = np.zeros(len(self._table), dtype=np.int64)
-        for slot, segment in self._segments.items():
-            numbers[slot] = segment.number
-        return numbers
 
     def repair(self) -> None:
         """Continue the log after a process was killed while it wrote. Rows refer to complete entries at any time."""

@@ -685,19 +685,18 @@ class FrameStore:
             f"{self.capacity - 1} and envs from 0 to {self.n_envs - 1}"
         )
 
-    def handles(self, rows: Array, envs: Array) -> Any:
+    def handles(self, rows: Array, envs: Array) -> dict[Any, tuple[Array, Array]]:
         """Return handles of transitions for :meth:`get_stacks`. They are valid until the store changes.
 
         Equal handles refer to the same stored frames.
 
         :param rows, envs: As for :meth:`get`.
-        :return: Handles of the observations and of the next observations, ``int64`` of shape ``(batch,)``. A row
-            without a transition has handle 0. For ``Dict`` observations, a dict of both by key.
+        :return: Handles of the observations and of the next observations, ``int64`` of shape ``(batch,)``, by key. A
+            row without a transition has handle 0.
         """
         with self.lock:
             rows, envs = self._check_places(rows, envs)
-            found = {key: self._log.find_handles(number, rows, envs) for number, key in enumerate(self.parts)}
-            return found[None] if self._single is not None else found
+            return {key: self._log.find_handles(number, rows, envs) for number, key in enumerate(self.parts)}
 
     def get_stacks(self, handles: Array, observations: Array, *, key: Any = None, num_threads: int = 1) -> None:
         """Decode observations by their handles. Handle 0 gives zeros.
