@@ -265,7 +265,6 @@ def snapshot_rows(rows: Any, cursor: Any) -> Callable[[], None]:
     before = rows[cursor].clone()
 
     def undo() -> None:
-        """Restore the copied rows, and delete the keys that were added since."""
         for key in set(rows.keys(include_nested=True)) - keys:
             rows.del_(key) if isinstance(key, str) else rows.get(key[:-1]).del_(key[-1])
         rows[cursor] = before

@@ -83,7 +83,6 @@ def make_kill_safe(storage: Any) -> None:
 
 
 def _iterate_writers(storage: Any) -> Iterator[Any]:
-    """Yield the writer of each buffer that uses a storage; None if it has none."""
     return (getattr(buffer, "_writer", None) for buffer in storage._attached_entities)
 
 

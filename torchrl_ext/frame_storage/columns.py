@@ -55,7 +55,6 @@ class FrameColumn:
         self.table = self._new_table()
 
     def _new_table(self) -> Any:
-        """Create an empty table."""
         from rl_ext_core.frames.log_table import FrameTable
         from rl_ext_core.frames.store import Observation  # imports numba
 
@@ -292,5 +291,4 @@ def _parent_of(row: Any, key: Key) -> Any:
 
 
 def _is_twin(left: Any, right: torch.Tensor) -> bool:
-    """Return whether two leaves have one shape and one dtype."""
     return left.shape == right.shape and left.dtype == right.dtype

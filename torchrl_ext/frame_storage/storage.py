@@ -210,7 +210,6 @@ class FrameStorage(TensorStorage):
         self.lock.on_exit = partial(self._call_tables, "save")
 
     def _call_tables(self, name: str) -> None:
-        """Call a method of all tables of images."""
         for column in self._columns:
             getattr(column.table, name)()
 
@@ -286,7 +285,6 @@ class FrameStorage(TensorStorage):
         return torch.Size((-(self.max_size // -row.shape[: self.ndim - 1].numel()), *row.shape))
 
     def _new_column(self, kind: dict[str, Any], n_rows: int) -> FrameColumn:
-        """Create the column that a description specifies, for ``n_rows`` elements."""
         return FrameColumn(kind, n_rows, self._options, num_threads=self._num_threads)
 
     def _allocate(self, row: Any, columns: list[FrameColumn]) -> None:
@@ -487,7 +485,6 @@ class FrameStorage(TensorStorage):
         return rows if self.device.type == "cpu" else rows.to(self.device)
 
     def _decoder(self) -> GpuDecoder:
-        """Return the decoder for the device."""
         if self._gpu_decoder is None or self._gpu_decoder.device != self.device:
             self._gpu_decoder = GpuDecoder(self.device)
         return self._gpu_decoder

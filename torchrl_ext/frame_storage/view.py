@@ -136,7 +136,6 @@ def _find_written(func: Any, args: Any, kwargs: Any) -> Iterator[bool]:
 
 
 def _read_only_error() -> InvalidArgumentError:
-    """Return the error for a change of images in place."""
     return InvalidArgumentError(
         "images of an element or a slice of the buffer cannot be changed in place, because they are stored compressed. "
         "Change a copy, and store it: data = buffer[i].clone(), then buffer[i] = data"

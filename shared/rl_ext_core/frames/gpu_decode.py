@@ -44,7 +44,6 @@ def check_decode_on_gpu(value: Any, device: Any, *, codec: Any, max_error: Any) 
 
 
 def _require_triton() -> None:
-    """Raise an error if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         raise MissingDependencyError(
             "decode_on_gpu=True needs Triton, which is a part of torch's CUDA builds for Linux. Leave it out, or "

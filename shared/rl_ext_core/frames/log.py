@@ -218,7 +218,6 @@ class FrameLog:
         self._is_prepared[number] = True
 
     def _resize_tables(self, n_slots: int) -> None:
-        """Make the tables of segments longer."""
         if self._shared is not None:
             raise out_of_memory_error(4 * self.most_words)
         tables = []
@@ -238,7 +237,6 @@ class FrameLog:
         self.state[fields.N_SLOTS] = len(self._table)
 
     def _count_record_words(self) -> int:
-        """Return the largest number of words of a record."""
         starts = range(N_LOG, len(self.state), N_COLUMN)
         n_frames = [2 * int(self.state[c + fields.N_STACK]) * int(self.state[c + fields.ENTRY_WORDS]) for c in starts]
         return int(header_words.py_func(self.state)) + self.n_envs * sum(n_frames)
@@ -442,7 +440,6 @@ class FrameLog:
         self._open_slot = slot
 
     def _add_segment(self, slot: int, segment: Segment) -> None:
-        """Add a segment in a free slot."""
         self._segments[slot], self._table[slot] = segment, segment.address
         self._numbers_by_slot[slot] = segment.number
 
@@ -474,7 +471,6 @@ class FrameLog:
 
     @property
     def _open_words(self) -> int:
-        """Number of words in the open segment."""
         state = self.state
         return int(state[fields.NEXT] & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)) if state[fields.END] else 0
 
@@ -521,7 +517,6 @@ class FrameLog:
         return 4 * self.n_words + self.pairs[:n_rows].nbytes + self.rows[:n_rows].nbytes + streams
 
     def _remove_segment(self, slot: int) -> None:
-        """Remove a segment, and delete its file."""
         self._used[slot] = self._table[slot] = self._numbers_by_slot[slot] = 0
         segment = self._segments.pop(slot)
         if self.is_in_place():

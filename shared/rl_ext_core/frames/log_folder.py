@@ -243,12 +243,10 @@ class LogFolder:
 
 
 def _generation_path(folder: Path, generation: int) -> Path:
-    """Return the folder of segments of a generation."""
     return folder / f"log-{generation:04d}"
 
 
 def _generations(folder: Path) -> dict[int, Path]:
-    """Return the folders of segments, by generation."""
     return {int(found[1]): path for path in folder.iterdir() if (found := _GENERATION.fullmatch(path.name))}
 
 
@@ -319,7 +317,6 @@ def _copy_segments(source: Path, target: Path) -> None:
 
 
 def _in_use_error(path: Path) -> StorageError:
-    """Return the error for a folder that is locked, with the process that uses it."""
     process = ""
     with contextlib.suppress(OSError):
         process = (path / "lock").read_text(errors="replace")[:32]

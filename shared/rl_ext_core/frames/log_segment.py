@@ -112,7 +112,6 @@ def open_segments(folder: Path, *, has_gaps: bool) -> list[Segment]:
 
 
 def _map_zeros(n_bytes: int) -> Any:
-    """Map private memory of zeros."""
     try:
         if _system.WINDOWS:
             return mmap.mmap(-1, n_bytes)

@@ -82,7 +82,6 @@ class FrameTable:
         self._use(self._new_log())
 
     def _new_log(self) -> FrameLog:
-        """Create an empty log for the current layout."""
         load_kernels(int(self.part.max_error > 0))
         layout, part = self.part.layout, self.part
         padded = -(-layout.frame_bytes // PADDING) * PADDING
@@ -93,7 +92,6 @@ class FrameTable:
         return FrameLog(self._n_rows, 1, [part.column], folder=self._folder, n_streams=n_streams)
 
     def _use(self, log: FrameLog) -> None:
-        """Use a log from now on."""
         self.log = log
         self._pairs = log.pairs[:, 0, 0]
         if self.part.order == INTERLEAVED:
@@ -149,7 +147,6 @@ class FrameTable:
                 self._detect_again(has_next)
 
     def _push(self, log: FrameLog, rows: Array, stacks: Array, nexts: Array) -> None:
-        """Write rows to a log."""
         order, size, state = self.part.order, self.part.layout.stack_bytes, log.state
         begin, next_begin = address_of(stacks), address_of(nexts)
         first, uses, encoder, n_new = self._first, log.uses, self.part.encoder, 0
@@ -350,7 +347,6 @@ class FrameTable:
         self.fixed_layout, self._n_touched = True, self._n_rows
 
     def _attach(self, shared: SharedLog) -> None:
-        """Use the memory that another process has shared."""
         self.log.attach(shared)
         self._use(self.log)
 

@@ -172,7 +172,6 @@ class Plan:
         return rows[name]
 
     def _cells(self, row: PlanRow) -> tuple[str, ...]:
-        """Return the cells of a row of the table."""
         size, fits = format_bytes(row.bytes_a_transition), {None: "?", True: "yes", False: "NO"}[row.fits]
         if row.range is not None:
             low, high = row.range
@@ -298,7 +297,6 @@ def plan(
 
 
 def _format_options(options: Mapping[str, Any]) -> str:
-    """Return the name of a row with these options."""
     return ", ".join([options["codec"], *(f"{key}={value}" for key, value in options.items() if key != "codec")])
 
 

@@ -528,7 +528,6 @@ class FrameStore:
                 self._update_layouts()
 
     def _check_data(self, data: Array | None) -> None:
-        """Raise unless the data of a row has the right form."""
         if data is not None and not (
             data.dtype == self.row_dtype and data.size == 1 and data.flags.c_contiguous and data.dtype.itemsize
         ):
