@@ -671,7 +671,6 @@ class FrameLog:
 
     def repair(self) -> None:
         """Continue the log after a process was killed while it wrote. Rows refer to complete entries at any time."""
-        self.load()
         state = self.state
         state[fields.SEQUENCE] = max(int(state[fields.SEQUENCE]), int(self._numbers_by_slot.max(initial=0)))
         state[fields.END] = 0  # behind its end, there may be entries

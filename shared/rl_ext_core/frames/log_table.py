@@ -367,7 +367,6 @@ class FrameTable:
         """Repair the table after a process was killed while it wrote rows, each of which is the old or the new one."""
         self.load()
         self.log.repair()
-        self.log.save()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a process that shares the table."""
