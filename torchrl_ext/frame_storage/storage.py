@@ -22,7 +22,7 @@ from torchrl.data import TensorStorage
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.devices import resolve_device
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, StorageError
-from rl_ext_core.frames.codecs import DEFAULT_QUALITY, check_codec, describe_lossiness, validate_max_error
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, check_codec, describe_lossiness
 from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
 from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
 from rl_ext_core.frames.shared_memory import MemoryFile, ProcessLock
@@ -168,8 +168,7 @@ class FrameStorage(TensorStorage):
         self._decode_on_gpu = check_decode_on_gpu(
             decode_on_gpu, "cpu" if device == "auto" else device, codec=codec, max_error=max_error
         )
-        check_codec(codec, quality=quality)
-        validate_max_error(max_error, codec=codec, dtype=np.uint8)
+        check_codec(codec, quality=quality, max_error=max_error, dtype=np.uint8)
         if n_stack is not None:
             n_stack = check_count("n_stack", n_stack)
         self._columns: list[FrameColumn] = []

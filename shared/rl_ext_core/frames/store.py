@@ -20,7 +20,7 @@ from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import FORMAT, checksum, format_error, reduce_with_lock
-from rl_ext_core.frames.codecs import DEFAULT_QUALITY, JpegCodec, check_codec, check_numba, validate_max_error
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, JpegCodec, check_codec, check_numba
 from rl_ext_core.frames.layout import INTERLEAVED, PLANAR, StackLayout, candidate_layouts, find_layout
 from rl_ext_core.frames.log_folder import MANIFEST, LogFolder, as_corrupt_file
 from rl_ext_core.frames.memory import address_of
@@ -139,9 +139,8 @@ class StoredPart:
         dtype = np.dtype(options.dtype)
         self.key, self.options, self.n_envs = key, options._replace(dtype=dtype), n_envs
         layouts = list(candidate_layouts(options.shape, dtype, n_stack=options.n_stack))
-        check_codec(options.codec, quality=options.quality)
+        self.max_error = check_codec(options.codec, quality=options.quality, max_error=options.max_error, dtype=dtype)
         self.is_jpeg = options.codec == "jpeg"
-        self.max_error = validate_max_error(options.max_error, codec=options.codec, dtype=dtype)
         self.candidates = layouts
         self._lossy_layouts = [layout for layout in layouts if not self.is_jpeg or self._has_images(layout)]
         if not self._lossy_layouts:
