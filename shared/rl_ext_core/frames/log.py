@@ -12,7 +12,7 @@ sets the position and the number of stored rows. A size of 0 is the end. In memo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from rl_ext_core import _system
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import log_state as fields
+from rl_ext_core.frames.codecs import JpegCodec
 from rl_ext_core.frames.layout import INTERLEAVED, PLANAR, StackLayout, shared_byte_mask
 from rl_ext_core.frames.log_patch import LARGE_FRAME, PADDING, WORK_SLACK
 from rl_ext_core.frames.log_quantize import GROUP
@@ -99,14 +100,14 @@ class Column(NamedTuple):
     :ivar max_error: Largest error per byte; 0 is exact.
     :ivar patches: Whether frames are stored as patches, if these are smaller.
     :ivar is_waiting: Whether a log with an error will follow, whose kernels can be used for this one.
-    :ivar is_encoded: Whether a codec encodes frames.
+    :ivar encoder: Codec that encodes frames before they are written, or None.
     """
 
     layout: StackLayout
     max_error: int = 0
     patches: bool = True
     is_waiting: bool = False
-    is_encoded: bool = False
+    encoder: JpegCodec | None = None
 
 
 class FrameLog:
@@ -148,6 +149,7 @@ class FrameLog:
         self.state = np.zeros(N_LOG + N_COLUMN * len(columns), dtype=np.int64)
         self.pairs = _allocate_zeros((capacity, n_envs, len(columns)), np.int64)
         self.rows = _allocate_zeros((capacity, row_bytes), np.uint8) if rows is None else rows
+        self._encoders = {number: column.encoder for number, column in enumerate(columns) if column.encoder is not None}
         self._is_prepared, self._scratch_bytes = [False] * len(columns), list[int]()
         is_exact = not any(column.max_error or column.is_waiting for column in columns)
         self._push_rows, self._decode = (push, decode_transitions) if is_exact else (push_bounded, decode_bounded)
@@ -197,7 +199,7 @@ class FrameLog:
         self._allocate(c, fields.SCRATCH, (n_frames * (padded + PITCH_SLACK) + WORK_SLACK,))
         is_planar = bool(self.state[c + fields.ORDER] == PLANAR)
         self._scratch_bytes.append(count_scratch_bytes(layout.n_stack, padded, planar=is_planar))
-        self.state[c + fields.BOUND], self.state[c + fields.ENCODED] = column.max_error, column.is_encoded
+        self.state[c + fields.BOUND], self.state[c + fields.ENCODED] = column.max_error, column.encoder is not None
         if column.max_error:
             self._allocate(c, fields.DECODED, (n * padded + 64,))
 
@@ -263,6 +265,12 @@ class FrameLog:
         :raises OutOfMemoryError: If there is not enough memory. Nothing was written.
         :raises StorageError: If the disk is full. Nothing was written.
         """
+        if self._encoders:
+            self._push_encoded(data, row)
+        else:
+            self._push(data, row)
+
+    def _push(self, data: int, row: int) -> None:
         self._numbers[fields.ROW_INPUT], self._numbers[fields.DATA_INPUT] = row, data
         result = self._push_rows(self.state)
         if result == NEEDS_SEGMENT:
@@ -275,27 +283,23 @@ class FrameLog:
             self._free_dead_segments()
 
     @defer_signals
-    def push_encoded(self, encoders: Mapping[int, Callable[[Array], bytes]], *, data: int = 0, row: int = -1) -> None:
-        """Write one transition of each environment, of which codecs encode some frames.
-
-        :param encoders: Functions that encode a frame, given as bytes, by the number of the column.
-        :param data, row: As for :meth:`push`.
-        """
+    def _push_encoded(self, data: int, row: int) -> None:
+        """Write one transition of each environment, after the new frames of some columns were encoded."""
         state = self.state
         if not state[fields.END] or state[fields.NEXT] >= state[fields.END]:
             self._open_segment()  # in a new segment, other frames are new
-        new = self._find_new_frames([*encoders])
+        new = self._find_new_frames([*self._encoders])
         kept = []  # until they were written
         try:
-            for number, encode in encoders.items():
+            for number, encoder in self._encoders.items():
                 c = N_LOG + N_COLUMN * number
                 n_bytes = int(state[c + fields.FRAME_BYTES])
-                blobs = [np.frombuffer(encode(frame), np.uint8) for frame in new[number]]
+                blobs = [np.frombuffer(encoder.encode(frame), np.uint8) for frame in new[number]]
                 used = [(address_of(blob), len(blob)) if len(blob) < n_bytes else (0, 0) for blob in blobs]
                 table = np.array([(0, 0), *used], dtype=np.int64).reshape(-1)[1:].copy()
                 kept.append((blobs, table))
                 state[c + fields.BLOBS] = address_of(table)
-            self.push(data=data, row=row)
+            self._push(data, row)
         finally:
             state[fields.BLOBS + N_LOG :: N_COLUMN] = 0
 

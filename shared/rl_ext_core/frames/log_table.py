@@ -149,7 +149,7 @@ class FrameTable:
     def _push(self, log: FrameLog, rows: Array, stacks: Array, nexts: Array) -> None:
         order, size, state = self.part.order, self.part.layout.stack_bytes, log.state
         begin, next_begin = address_of(stacks), address_of(nexts)
-        first, uses, encoder, n_new = self._first, log.uses, self.part.encoder, 0
+        first, uses, n_new = self._first, log.uses, 0
         places: Any = range(len(rows))
         if self._is_shuffled and len(rows) > 1 and nexts is not stacks:
             places = order_by_successors(stacks, nexts)
@@ -158,10 +158,7 @@ class FrameTable:
             obs, next_obs = begin + place * size, next_begin + place * size
             log.set_inputs(0, obs, order, next_obs, order)
             n_new += find_stream(state, first, uses)
-            if encoder is None:
-                log.push(row=int(rows[place]))
-            else:
-                log.push_encoded({0: encoder.encode}, row=int(rows[place]))
+            log.push(row=int(rows[place]))
         self._is_shuffled |= n_new > _MOST_NEW * len(rows)
 
     def clear(self, start: int = 0) -> None:

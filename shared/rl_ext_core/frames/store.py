@@ -207,8 +207,8 @@ class StoredPart:
         from rl_ext_core.frames.log import Column
 
         is_waiting, patches = self.waits and self.max_error > 0, self.options.codec != "raw"
-        bound, is_encoded = 0 if self.waits else self.max_error, self.encoder is not None
-        return Column(self.layout, bound, patches=patches, is_waiting=is_waiting, is_encoded=is_encoded)
+        bound = 0 if self.waits else self.max_error
+        return Column(self.layout, bound, patches=patches, is_waiting=is_waiting, encoder=self.encoder)
 
     @property
     def settings(self) -> list[Any]:
@@ -336,7 +336,7 @@ class FrameStore:
         self.recovered, self.seen, self._folder = None, 0, None
         self._data: Array | None = None
         if storage_dir is None:
-            self._set_log(self._new_log())
+            self._log = self._new_log()
             return
         self._folder = LogFolder(storage_dir, self._options)
         try:
@@ -386,25 +386,16 @@ class FrameStore:
             log.most_words = min(log.most_words, max(self.max_bytes // 4 // _SEGMENT_SHARE, log.record_words))
         return log
 
-    def _set_log(self, log: FrameLog) -> None:
-        """Use a log from now on."""
-        self._log, self._encoders = log, self._new_encoders()
-
-    def _new_encoders(self) -> dict[int, Callable[[Array], bytes]]:
-        """Return functions that encode the frames of the present layouts, by column."""
-        parts = enumerate(self.parts.values())
-        return {number: part.encoder.encode for number, part in parts if part.encoder is not None}
-
     def _open_folder(self, folder: LogFolder, *, resume: bool) -> None:
         """Create the log in an empty folder, or resume the one in it."""
         if folder.settings is None:
-            self._set_log(self._new_log(folder.segments(new=True)))
+            self._log = self._new_log(folder.segments(new=True))
             folder.use(self._settings)
             return
         with as_corrupt_file(f"{folder.path / MANIFEST} is"):
             for part, settings in zip(self.parts.values(), folder.settings["parts"], strict=True):
                 part.restore(settings)
-        self._set_log(self._new_log(folder.segments()))
+        self._log = self._new_log(folder.segments())
         self._log.recover()
         if self.size and not resume:
             raise InvalidArgumentError(
@@ -516,10 +507,7 @@ class FrameStore:
             if data is not self._data:
                 self._check_data(data)
             address = 0 if data is None else address_of(data)
-            if self._encoders:
-                log.push_encoded(self._encoders, data=address)
-            else:
-                log.push(data=address)
+            log.push(data=address)
             if self.max_bytes is not None:
                 self._enforce_max_bytes()
             self.seen += 1
@@ -618,7 +606,6 @@ class FrameStore:
             raise StorageError(f"{old.folder} was moved or replaced")
         new = self._new_log(None if folder is None else folder.segments(new=True), old.rows)
         new.n_records = old.n_records - self.size
-        encoders = self._new_encoders()
         for start in range(0, self.size, _COPY_BATCH):
             rows = np.arange(start, min(start + _COPY_BATCH, self.size))
             batches = [self._read_rows(number, part, rows) for number, part in enumerate(self.parts.values())]
@@ -626,14 +613,10 @@ class FrameStore:
                 for number, (part, both) in enumerate(zip(self.parts.values(), batches, strict=True)):
                     obs, next_obs = (batch[i * self.n_envs :] for batch in both)
                     new.set_inputs(number, address_of(obs), part.order, address_of(next_obs), part.order)
-                data = address_of(old.rows[row:])
-                if encoders:
-                    new.push_encoded(encoders, data=data)
-                else:
-                    new.push(data=data)
+                new.push(data=address_of(old.rows[row:]))
         if folder is not None:
             folder.use(self._settings)
-        self._set_log(new)
+        self._log = new
 
     def _read_rows(self, number: int, part: StoredPart, rows: Array) -> tuple[Array, Array]:
         """Return observations and next observations of all environments, row by row."""
@@ -797,7 +780,7 @@ class FrameStore:
                 part.restore(settings)
             log = self._new_log()
             log.restore(state["log"])
-        self._set_log(log)
+        self._log = log
         self.seen = self.size
 
 
