@@ -11,6 +11,7 @@ sets the position and the number of stored rows. A size of 0 is the end. In memo
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import log_state as fields
 from rl_ext_core.frames.codecs import JpegCodec
 from rl_ext_core.frames.layout import INTERLEAVED, PLANAR, StackLayout, shared_byte_mask
+from rl_ext_core.frames.log_folder import as_corrupt_file
 from rl_ext_core.frames.log_patch import LARGE_FRAME, PADDING, WORK_SLACK
 from rl_ext_core.frames.log_quantize import GROUP
 from rl_ext_core.frames.log_read import (
@@ -49,6 +51,7 @@ from rl_ext_core.frames.log_write import (
 )
 from rl_ext_core.frames.memory import address_of, damaged_folder_error, out_of_memory_error
 from rl_ext_core.frames.shared_memory import MemoryFile, count_bytes
+from rl_ext_core.frames.threads import run_in_threads
 
 CHAIN = 14  # entries per chain, up to 31; longer chains take less memory, and are slower to read
 _LEAST_WORDS = 1 << 12
@@ -387,27 +390,34 @@ class FrameLog:
         number: int,
         rows: Array,
         envs: Array,
-        start: int,
-        stop: int,
-        observations: int,
-        next_observations: int,
+        observations: Array | None,
+        next_observations: Array | None,
         *,
-        opaque: bool = False,
-    ) -> Array:
-        """Decode the transitions ``start`` to ``stop`` of a batch.
+        num_threads: int = 1,
+    ) -> None:
+        """Decode a batch of transitions of a column, in several threads if it is large.
 
         :param number: Number of the column.
         :param rows, envs: As for :meth:`contains`. Without environments, ``rows`` are handles.
-        :param observations, next_observations: Addresses of the outputs of the whole batch, or 0.
-        :param opaque: Whether frames may have been encoded by a codec.
-        :return: Entries that the codec must decode, shape ``(n, OPAQUE_FIELDS)``, see ``log_read``.
+        :param observations, next_observations: Outputs, C-contiguous, or None.
+        :param num_threads: Threads to decode in.
         """
-        n_stack = self.columns[number].layout.n_stack
-        entries = np.empty((2 * n_stack * (stop - start), OPAQUE_FIELDS), np.int64) if opaque else _NO_ENTRIES
-        scratch = np.empty(self._scratch_bytes[number], np.uint8)
+        layout, encoder = self.columns[number].layout, self.columns[number].encoder
         outs = observations, next_observations
-        n = self._decode(self.state, number, rows, envs, start, stop, *outs, entries, address_of(scratch))
-        return entries[:n]
+        addresses = [0 if out is None else address_of(out) for out in outs]
+
+        def decode_part(start: int, stop: int) -> None:
+            n_most = 0 if encoder is None else 2 * layout.n_stack * (stop - start)
+            entries = np.empty((n_most, OPAQUE_FIELDS), np.int64) if n_most else _NO_ENTRIES
+            scratch = np.empty(self._scratch_bytes[number], np.uint8)
+            n = self._decode(self.state, number, rows, envs, start, stop, *addresses, entries, address_of(scratch))
+            if encoder is not None:
+                _decode_opaque(layout, encoder, entries[:n], outs)
+
+        if num_threads == 1:
+            decode_part(0, len(rows))
+        else:
+            run_in_threads(decode_part, len(rows), num_threads=num_threads)
 
     def find_handles(self, number: int, rows: Array, envs: Array) -> tuple[Array, Array]:
         """Return the handles of observations and next observations, which :meth:`decode` decodes.
@@ -809,3 +819,30 @@ class FrameLog:
         shift, at = int(self.state[fields.SEGMENT_SHIFT]), int(self.state[fields.NEXT])
         segment, at = self._segments.get(at >> shift), at & ((1 << shift) - 1)
         return segment is not None and at > 0 and bool(segment.words[at : at + self.record_words].any())
+
+
+def _decode_opaque(
+    layout: StackLayout, codec: JpegCodec, entries: Array, outs: tuple[Array | None, Array | None]
+) -> None:
+    """Decode the entries of a batch that a codec has encoded.
+
+    :param entries: Result of the kernel that decodes.
+    :param outs: Observations and next observations of the whole batch.
+    """
+    form: tuple[int, ...] = (layout.n_stack, layout.frame_bytes)
+    if not layout.planar and layout.n_stack > 1:
+        form = (layout.pixels, layout.n_stack, layout.frame_bytes // layout.pixels)
+    views = [None if out is None else out.reshape(len(out), -1).view(np.uint8).reshape(-1, *form) for out in outs]
+    decoded: dict[int, Array] = {}
+    for address, size, sample, side, place in entries.tolist():
+        frame = decoded.get(address)
+        if frame is None:
+            blob = memoryview((ctypes.c_char * size).from_address(address))
+            with as_corrupt_file("a stored image is"):
+                frame = decoded[address] = np.frombuffer(codec.decode(blob), np.uint8).reshape(layout.frame_bytes)
+        view = views[side]
+        assert view is not None
+        if len(form) == 2:
+            view[sample, place] = frame
+        else:
+            view[sample, :, place] = frame.reshape(layout.pixels, -1)

@@ -20,7 +20,7 @@ from rl_ext_core.frames.log_patch import PADDING
 from rl_ext_core.frames.log_state import N_LOG
 from rl_ext_core.frames.memory import address_of
 from rl_ext_core.frames.shared_memory import MemoryFile
-from rl_ext_core.frames.store import Observation, StoredPart, decode_batch, load_kernels
+from rl_ext_core.frames.store import Observation, StoredPart, load_kernels
 
 _COPY_BATCH = 64  # rows that are copied, or used to detect the layout
 _LAST_CHECK = 4096  # puts of rows after which the layout is not detected any more
@@ -278,7 +278,7 @@ class FrameTable:
             self._use(self._new_log())
             for some in np.split(rows, range(_COPY_BATCH, len(rows), _COPY_BATCH)):
                 stacks, nexts = np.empty((2, len(some), *part.layout.shape), part.layout.dtype)
-                decode_batch(old, 0, part, some, np.zeros_like(some), stacks, nexts)
+                old.decode(0, some, np.zeros_like(some), stacks, nexts)
                 self._push(self.log, some, stacks, nexts)
         except BaseException:
             part.restore(before)
@@ -295,7 +295,7 @@ class FrameTable:
         :param nexts: The same for the next observations.
         :param num_threads: Threads to decode in; default 1.
         """
-        decode_batch(self.log, 0, self.part, rows, np.zeros_like(rows), stacks, nexts, num_threads=num_threads)
+        self.log.decode(0, rows, np.zeros_like(rows), stacks, nexts, num_threads=num_threads)
 
     def handles(self, rows: Array) -> tuple[Array, Array]:
         """Return handles of observations and next observations, for :meth:`GpuDecoder.decode`."""

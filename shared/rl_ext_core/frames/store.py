@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,6 @@ from rl_ext_core.frames.codecs import DEFAULT_QUALITY, JpegCodec, check_codec, c
 from rl_ext_core.frames.layout import INTERLEAVED, PLANAR, StackLayout, candidate_layouts, find_layout
 from rl_ext_core.frames.log_folder import MANIFEST, LogFolder, as_corrupt_file
 from rl_ext_core.frames.memory import address_of
-from rl_ext_core.frames.threads import run_in_threads
 
 if TYPE_CHECKING:
     from rl_ext_core.frames.log import Column, FrameLog  # loads numba
@@ -102,7 +100,7 @@ def load_kernels(max_error: int = 0) -> None:
         run_pending_handlers()
     place = np.zeros(1, dtype=np.int64)
     log.contains(place, place)
-    log.decode(0, place, place, 0, 1, address_of(stacks), address_of(stacks[1:]))
+    log.decode(0, place, place, stacks[:1], stacks[1:])
 
 
 class RecoveryReport(NamedTuple):
@@ -622,7 +620,7 @@ class FrameStore:
         """Return observations and next observations of all environments, row by row."""
         grid = np.repeat(rows, self.n_envs), np.tile(np.arange(self.n_envs), len(rows))
         before, after = (np.empty((len(grid[0]), *part.layout.shape), part.layout.dtype) for _ in range(2))
-        decode_batch(self._log, number, part, *grid, before, after)
+        self._log.decode(number, *grid, before, after)
         return before, after
 
     # Reading
@@ -652,7 +650,7 @@ class FrameStore:
                     if out is not None:
                         part.check_output(out, len(rows))
                 if not (outs[0] is outs[1] is None):
-                    decode_batch(self._log, number, part, rows, envs, *outs, num_threads=num_threads)
+                    self._log.decode(number, rows, envs, *outs, num_threads=num_threads)
 
     def _check_places(self, rows: Array, envs: Array) -> tuple[Array, Array]:
         """Return rows and environments for the kernels; raise if one does not exist."""
@@ -691,7 +689,7 @@ class FrameStore:
             number, part = [*self.parts].index(key), self.parts[key]
             part.check_output(observations, len(handles))
             handles = np.ascontiguousarray(handles, dtype=np.int64)
-            decode_batch(self._log, number, part, handles, _NO_ENVS, None, observations, num_threads=num_threads)
+            self._log.decode(number, handles, _NO_ENVS, None, observations, num_threads=num_threads)
 
     # Dropping
 
@@ -782,63 +780,3 @@ class FrameStore:
             log.restore(state["log"])
         self._log = log
         self.seen = self.size
-
-
-def decode_batch(
-    log: FrameLog,
-    number: int,
-    part: StoredPart,
-    rows: Array,
-    envs: Array,
-    observations: Array | None,
-    next_observations: Array | None,
-    *,
-    num_threads: int = 1,
-) -> None:
-    """Decode a batch of one column of a log, in several threads if it is large.
-
-    :param part: Observations of the column.
-    :param rows, envs: As for :meth:`FrameLog.decode`.
-    :param observations, next_observations: Outputs, or None.
-    :param num_threads: Threads to decode in.
-    """
-    outs = observations, next_observations
-    addresses, encoder = [0 if out is None else address_of(out) for out in outs], part.encoder
-
-    def decode_part(start: int, stop: int) -> None:
-        """Decode the transitions ``start`` to ``stop`` of the batch."""
-        entries = log.decode(number, rows, envs, start, stop, *addresses, opaque=encoder is not None)
-        if encoder is not None:
-            _decode_opaque(part.layout, encoder, entries, outs)
-
-    if num_threads == 1:
-        decode_part(0, len(rows))
-    else:
-        run_in_threads(decode_part, len(rows), num_threads=num_threads)
-
-
-def _decode_opaque(
-    layout: StackLayout, codec: JpegCodec, entries: Array, outs: tuple[Array | None, Array | None]
-) -> None:
-    """Decode the entries of a batch that a codec has encoded.
-
-    :param entries: Result of :meth:`FrameLog.decode`.
-    :param outs: Observations and next observations of the whole batch.
-    """
-    form: tuple[int, ...] = (layout.n_stack, layout.frame_bytes)
-    if not layout.planar and layout.n_stack > 1:
-        form = (layout.pixels, layout.n_stack, layout.frame_bytes // layout.pixels)
-    views = [None if out is None else out.reshape(len(out), -1).view(np.uint8).reshape(-1, *form) for out in outs]
-    decoded: dict[int, Array] = {}
-    for address, size, sample, side, place in entries.tolist():
-        frame = decoded.get(address)
-        if frame is None:
-            blob = memoryview((ctypes.c_char * size).from_address(address))
-            with as_corrupt_file("a stored image is"):
-                frame = decoded[address] = np.frombuffer(codec.decode(blob), np.uint8).reshape(layout.frame_bytes)
-        view = views[side]
-        assert view is not None
-        if len(form) == 2:
-            view[sample, place] = frame
-        else:
-            view[sample, :, place] = frame.reshape(layout.pixels, -1)
