@@ -30,7 +30,7 @@ class SliceSampler(TorchRLSliceSampler):
 
     These writes are rare. After them, all elements are read again:
 
-    - ``buffer[i] = data``, ``empty()``, ``loads()``, ``load_state_dict()``, and elements that ``max_bytes`` drops;
+    - ``buffer[i] = data``, ``empty()``, ``loads()`` and ``load_state_dict()``;
     - writes of another process;
     - writes to places that do not follow the last ones, as at the end of the ring;
     - all writes to a storage with ``ndim=2``, and to one that is not a ``TensorStorage``.

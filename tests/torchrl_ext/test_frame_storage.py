@@ -19,7 +19,6 @@ from torchrl.data import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
     StreamingSliceSampler,
-    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
@@ -202,25 +201,9 @@ def test_views_are_refused_after_empty() -> None:
     assert torch.equal(buffer[:]["pixels"] + 0, data["pixels"][:10])
 
 
-@pytest.mark.parametrize(
-    ("storage", "buffer", "text"),
-    [
-        ({"max_bytes": 9, "ndim": 2}, {}, "is for storages of one dimension"),
-        ({"max_bytes": 9, "storage_dir": "a"}, {}, "is for storages of one dimension"),
-        ({"max_bytes": 9}, {"writer": TensorDictMaxValueWriter}, "overwrites the oldest, got TensorDictMaxValueWriter"),
-        ({"max_bytes": 9}, {"sampler": ConsumingSampler}, r"Sampler records .* by place: .* Leave max_bytes out"),
-    ],
-)
-def test_max_bytes_refuses_writers_and_samplers_that_record_places(storage: Any, buffer: Any, text: str) -> None:
-    arguments = {name: make() for name, make in buffer.items()}
-    with pytest.raises(InvalidArgumentError, match=text):
-        TensorDictReplayBuffer(storage=FrameStorage(100, **storage), batch_size=4, **arguments)
-
-
 WRONG = [
     ({"max_size": 0}, InvalidArgumentError, "max_size=0 must be at least 1"),
     ({"max_size": 2.5}, InvalidTypeError, "max_size=2.5 must be a whole number"),
-    ({"max_bytes": 0}, InvalidArgumentError, "max_bytes=0 must be at least 1"),
     ({"ndim": 0}, InvalidArgumentError, "ndim=0 must be at least 1"),
     ({"codec": "gzip"}, InvalidArgumentError, "codec='gzip' is unknown"),
     ({"max_error": 4, "codec": "raw"}, InvalidArgumentError, "max_error=4 has no effect on codec='raw'"),

@@ -224,18 +224,6 @@ def test_additions_do_not_read_all_elements_again(source: str, storage: str, tmp
 CACHED = {"traj_key": "episode", "cache_values": True}
 
 
-def test_max_bytes_returns_the_samples_of_torchrl() -> None:
-    buffers = make_pair(lambda: FrameStorage(10_000, max_bytes=60_000), 50, slice_len=5, **CACHED)
-    videos = Videos(1, end=0.01)
-    for seed in range(25):
-        rows = videos.collect(30).reshape(-1)
-        rows["episode"] = rows[TRAJECTORY]
-        for buffer in buffers:
-            buffer.extend(rows.clone())
-        assert_same_samples(*buffers, seed=seed)
-    assert len(buffers[0]) < 25 * 30, "max_bytes has dropped elements"
-
-
 def test_writes_of_another_buffer_are_seen() -> None:
     storage, steps = LazyTensorStorage(50), Steps(1)
     ours, theirs = make_pair(lambda: storage, 9, slice_len=3, strict_length=False, **CACHED)

@@ -49,15 +49,13 @@ def number_places(index: Any, shape: Sequence[int]) -> torch.Tensor:
     """
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
-    if isinstance(index, (list, range, np.ndarray)):
+    if isinstance(index, (list, range, np.ndarray, int, np.integer)) and not isinstance(index, bool):
         index = torch.as_tensor(list(index) if isinstance(index, range) else index)
         index = index if index.numel() else index.long()
     if isinstance(index, slice):
         numbers = torch.arange(*index.indices(shape[0]))
     elif isinstance(index, torch.Tensor) and index.dtype in _INTEGERS:
         numbers = torch.from_numpy(_wrap(index.numpy(), shape[0]))  # NumPy is faster for small arrays
-    elif isinstance(index, (int, np.integer)) and not isinstance(index, bool):
-        numbers = torch.from_numpy(_wrap(np.array(index), shape[0]))
     elif isinstance(index, tuple) and len(index) == len(shape) and all(map(_is_integers, index)):
         parts = [_wrap(part.numpy(), size) for part, size in zip(index, shape, strict=True)]
         return torch.from_numpy(np.ravel_multi_index(parts, tuple(shape)).astype(np.int64, copy=False))
@@ -267,7 +265,6 @@ def snapshot_rows(rows: Any, cursor: Any) -> Callable[[], None]:
     before = rows[cursor].clone()
 
     def undo() -> None:
-        """Restore the copied rows, and delete the keys that were added since."""
         for key in set(rows.keys(include_nested=True)) - keys:
             rows.del_(key) if isinstance(key, str) else rows.get(key[:-1]).del_(key[-1])
         rows[cursor] = before

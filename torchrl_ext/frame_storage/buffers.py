@@ -1,4 +1,4 @@
-"""Changes to buffers that use a frame storage: safety against kills, and ``max_bytes``.
+"""Changes to buffers that use a frame storage, for safety against kills and failed writes.
 
 TorchRL shares counters and a lock through semaphores. If a process is killed while it holds a semaphore, the semaphore
 is never released, and all other processes wait forever.
@@ -24,12 +24,6 @@ from torchrl_ext.frame_storage.arguments import is_key
 
 _STORAGE_COUNTERS = "_len_value", "_last_cursor_index_value", "_mutation_revision_value"
 _WRITER_COUNTERS = "_cursor_value", "_write_count_value"
-# Attributes of samplers that record something per place, and a description of it for errors.
-_RECORDS_OF_PLACES = {
-    "_sum_tree": "priorities",  # PrioritizedSampler
-    "_sample_count": "how often elements were sampled",  # ConsumingSampler
-    "_slot_versions": "which slices come next",  # StreamingSliceSampler
-}
 _SETITEM_CODE = unwrap(ReplayBuffer.__setitem__).__code__
 # Number of calls between ReplayBuffer.__setitem__ and FrameStorage.get, decorators included.
 _MAX_CALL_DEPTH = 8
@@ -89,7 +83,6 @@ def make_kill_safe(storage: Any) -> None:
 
 
 def _iterate_writers(storage: Any) -> Iterator[Any]:
-    """Yield the writer of each buffer that uses a storage; None if it has none."""
     return (getattr(buffer, "_writer", None) for buffer in storage._attached_entities)
 
 
@@ -140,24 +133,3 @@ def refuse_setting_key() -> None:
             f"buffer[{key!r}] = values would change a copy and not the stored elements. Use "
             f"buffer[torch.arange(len(buffer))] = TensorDict({{{key!r}: values}}, [len(buffer)])"
         )
-
-
-def check_max_bytes(storage: Any, max_bytes: int) -> None:
-    """Refuse samplers with records per place, and writers that do not overwrite the oldest, for ``max_bytes``.
-
-    :raises InvalidArgumentError: If a buffer of the storage has one.
-    """
-    for buffer in storage._attached_entities:
-        sampler, writer = (getattr(buffer, name, None) for name in ("_sampler", "_writer"))
-        records = next((words for name, words in _RECORDS_OF_PLACES.items() if hasattr(sampler, name)), None)
-        if records is not None:
-            raise InvalidArgumentError(
-                f"max_bytes={max_bytes} moves elements to other places, and {type(sampler).__name__} records {records} "
-                "by place: expected another sampler. Leave max_bytes out and pass a smaller max_size, or pass "
-                "sampler=RandomSampler()"
-            )
-        if not isinstance(writer, RoundRobinWriter) or writer.tracks_generations:
-            raise InvalidArgumentError(
-                f"max_bytes={max_bytes} requires a writer that overwrites the oldest, got {type(writer).__name__}; "
-                "leave max_bytes or writer= out"
-            )

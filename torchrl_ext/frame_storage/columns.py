@@ -15,7 +15,6 @@ from tensordict.utils import unravel_key
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.codecs import check_numba
 from rl_ext_core.frames.gpu_decode import GpuDecoder
-from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.recycle import RecycledArrays
 from torchrl_ext.frame_storage.format import dtype_from_name, dtype_name
 
@@ -23,7 +22,6 @@ _COPY_BATCH = 64  # elements in which images are looked for
 _MIN_IMAGE_NBYTES = 1024  # smaller leaves are not worth compressing
 _FLOATS = (torch.float16, torch.float32, torch.float64)
 _MIN_SIDE = 8  # height and width of images of floats
-_UNCHANGED = 0.5  # fraction of values that stay the same from one image to the next
 
 Key = Any  # a string, or a tuple of strings
 
@@ -57,7 +55,6 @@ class FrameColumn:
         self.table = self._new_table()
 
     def _new_table(self) -> Any:
-        """Create an empty table."""
         from rl_ext_core.frames.log_table import FrameTable
         from rl_ext_core.frames.store import Observation  # imports numba
 
@@ -234,14 +231,14 @@ def describe_image_columns(
     """Describe the image columns of a storage in plain values that JSON can store.
 
     :param row: One element.
-    :param pixels: Keys of the images. None: all leaves that look like images.
+    :param pixels: Keys of the images. None: all leaves that may be images.
     :param data: First elements.
     :param may_scale: Whether floats of n/255 may be stored as bytes.
     :return: Dictionary per column: ``keys``, the one under ``"next"`` last; ``shape`` and ``dtype`` of an image; its
         other dimensions, ``batch``; ``scaled``, see :class:`FrameColumn`.
     :raises InvalidArgumentError: If a key is missing, or its value has no image dimensions.
     """
-    found = _image_shapes(row, pixels, data)
+    found, first = _image_shapes(row, pixels), dict(list_items(data, leaves_only=True))
     kinds = []
     for key, shape in found.items():
         leaf, names = row.get(key), _pair_of(key)
@@ -249,7 +246,7 @@ def describe_image_columns(
         if key == pair[0]:
             batch = list(_parent_of(row, key).batch_size)
             kind = {"keys": pair, "shape": list(shape), "dtype": dtype_name(leaf.dtype), "batch": batch}
-            kinds.append({**kind, "scaled": may_scale and _are_bytes([data.get(name) for name in pair])})
+            kinds.append({**kind, "scaled": may_scale and _are_bytes([first[name] for name in pair])})
     return kinds
 
 
@@ -259,19 +256,12 @@ def _pair_of(key: Key) -> tuple[Key, Key]:
     return root, unravel_key(("next", root))
 
 
-def _image_shapes(row: Any, pixels: Sequence[Key] | None, data: Any) -> dict[Key, torch.Size]:
+def _image_shapes(row: Any, pixels: Sequence[Key] | None) -> dict[Key, torch.Size]:
     """Return the keys of the leaves to compress, and the shape of an image of each."""
     leaves = {key: leaf for key, leaf in list_items(row, leaves_only=True) if isinstance(leaf, torch.Tensor)}
     shapes = {key: leaf.shape[_parent_of(row, key).batch_dims :] for key, leaf in leaves.items()}
     if pixels is None:
-        first = dict(list_items(data, leaves_only=True))
-        return {
-            key: shape
-            for key, shape in shapes.items()
-            if len(shape) >= 2
-            and shape.numel() * leaves[key].element_size() >= _MIN_IMAGE_NBYTES
-            and (leaves[key].dtype == torch.uint8 or _are_float_images(first, key, shape))
-        }
+        return {key: shape for key, shape in shapes.items() if _may_be_images(leaves[key], shape)}
     keys = [unravel_key(key) for key in pixels]
     for key in keys:
         if not shapes.get(key):
@@ -283,33 +273,13 @@ def _image_shapes(row: Any, pixels: Sequence[Key] | None, data: Any) -> dict[Key
     return {key: shapes[key] for key in [*keys, *nexts]}
 
 
-def _are_float_images(leaves: dict[Key, Any], key: Key, shape: torch.Size) -> bool:
-    """Return whether a leaf contains floating-point images: each repeats parts of the one before.
-
-    If there is one element, which is too little to tell, three axes count as an image.
-    """
-    leaf = leaves[key]
-    if leaf.dtype not in _FLOATS or sum(side >= _MIN_SIDE for side in shape) < 2:
+def _may_be_images(leaf: torch.Tensor, shape: torch.Size) -> bool:
+    """Return whether a leaf probably contains images of a shape, judging by its dtype and that shape."""
+    if shape.numel() * leaf.element_size() < _MIN_IMAGE_NBYTES:
         return False
-    stacks, *nexts = [
-        leaves[name].detach().cpu().reshape(-1, *shape)[:_COPY_BATCH].contiguous().numpy()
-        for name in _pair_of(key)
-        if name in leaves and _is_twin(leaves[name], leaf)
-    ]
-    if len(stacks) == 1 and len(shape) >= 3:
-        return True
-    before, after = (stacks, nexts[0]) if nexts else (stacks[:-1], stacks[1:])
-    if len(before) == 0:
-        return False
-    from rl_ext_core.frames.log_table import find_stack_layout  # imports numba
-
-    unstacked = StackLayout(tuple(shape), stacks.dtype, 1, 0)
-    layout = find_stack_layout(unstacked, stacks, nexts[0] if nexts else None)
-    is_stacked = layout is not None and layout.n_stack > 1
-    is_repeated = bool(np.mean(before == after) >= _UNCHANGED)
-    # Whether an image is the next one of another element.
-    is_shared = bool(nexts) and not {row.tobytes() for row in after}.isdisjoint(row.tobytes() for row in stacks)
-    return is_stacked or is_repeated or is_shared
+    if leaf.dtype == torch.uint8:
+        return len(shape) >= 2
+    return leaf.dtype in _FLOATS and len(shape) >= 3 and sum(side >= _MIN_SIDE for side in shape) >= 2
 
 
 def _parent_of(row: Any, key: Key) -> Any:
@@ -321,5 +291,4 @@ def _parent_of(row: Any, key: Key) -> Any:
 
 
 def _is_twin(left: Any, right: torch.Tensor) -> bool:
-    """Return whether two leaves have one shape and one dtype."""
     return left.shape == right.shape and left.dtype == right.dtype

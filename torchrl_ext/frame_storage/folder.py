@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from tensordict import TensorDict
 
-from rl_ext_core.errors import CorruptFileError, InvalidTypeError
+from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
+from rl_ext_core.frames.memory import damaged_folder_error
 from rl_ext_core.frames.shared_memory import MemoryFile
 from torchrl_ext.frame_storage.columns import FrameColumn
 from torchrl_ext.frame_storage.format import ALIGNMENT, align, describe_rows, rebuild
@@ -133,9 +134,8 @@ def check_images(columns: list[FrameColumn], marks: Marks, folder: LogFolder) ->
     found = [column.table.recover()[: length * column.per_row].reshape(length, column.per_row) for column in columns]
     is_lost = ~np.all([rows.all(axis=1) for rows in found], axis=0) & ~marks.writing[:length]
     if lost := int(np.count_nonzero(is_lost)):
-        raise CorruptFileError(
-            f"images of {lost} of {length} elements in {folder.path} are missing: the data was truncated or "
-            "overwritten. Restore the folder from a copy, or pass another storage_dir"
+        raise damaged_folder_error(
+            f"images of {lost} of {length} elements in {folder.path} are missing: the data was truncated or overwritten"
         )
 
 

@@ -21,8 +21,8 @@ from torchrl.data import TensorStorage
 
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.devices import resolve_device
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, OutOfMemoryError, StorageError
-from rl_ext_core.frames.codecs import DEFAULT_QUALITY, check_codec, describe_lossiness, validate_max_error
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, StorageError
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, check_codec, describe_lossiness
 from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
 from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
 from rl_ext_core.frames.shared_memory import MemoryFile, ProcessLock
@@ -43,7 +43,6 @@ from torchrl_ext.frame_storage.arguments import (
     snapshot_rows,
 )
 from torchrl_ext.frame_storage.buffers import (
-    check_max_bytes,
     make_kill_safe,
     refuse_setting_key,
     rewind_writer,
@@ -62,7 +61,6 @@ from torchrl_ext.frame_storage.folder import (
 from torchrl_ext.frame_storage.view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
-_DROP_DIVISOR = 64  # at max_bytes, 1/64 of the elements is dropped at a time, because all others have to be moved
 
 # Arguments of LazyTensorStorage that must be False. The lines between images and TensorDicts cannot be compiled; the
 # first elements must exist before processes share them; and frames are not stored in one piece of memory.
@@ -91,15 +89,13 @@ class FrameStorage(TensorStorage):
     :param max_size: Maximum number of elements, as in ``LazyTensorStorage``.
     :param device: Device of samples. Stored elements stay in main memory.
     :param ndim: Number of batch dimensions that ``max_size`` counts, as in ``LazyTensorStorage``.
-    :param pixels: Keys of the images; ``"pixels"`` includes ``("next", "pixels")``. None: all leaves with at least two
-        dimensions and 1,024 bytes that are uint8, or floating-point and look like images in the first elements.
+    :param pixels: Keys of the images; ``"pixels"`` includes ``("next", "pixels")``. None: all uint8 leaves with at
+        least two dimensions and 1,024 bytes, and floating-point ones of that size with three, two of them 8 or longer.
     :param codec: ``"patch"`` (the default), ``"raw"`` (uncompressed), or ``"jpeg"``, which is lossy and slow, for
         natural images of one or three channels.
     :param max_error: Largest error of a pixel value. 0 is lossless.
     :param quality: JPEG quality, 1 to 100, for ``codec="jpeg"`` only. ``pixels`` selects the leaves.
     :param n_stack: Number of frames in an image stack. None: detected from the data.
-    :param max_bytes: Limit on the bytes of the elements. At the limit, the oldest elements are dropped, and all others
-        move to the first places. Samplers that record something per place, such as ``PrioritizedSampler``, are refused.
     :param storage_dir: Folder for memory-mapped files, which may exceed main memory. To continue with its elements,
         open it again with the same arguments and ``resume=True``. A crash loses only elements that were being added.
         Checksums of images are verified on opening. Processes cannot share it.
@@ -130,7 +126,6 @@ class FrameStorage(TensorStorage):
     device: Any
     _len: int
     _storage: Any  # all elements, which TorchRL reads too, without images
-    _max_bytes: int | None = None
     _folder: LogFolder | None = None
     _marks: Marks | None = None  # set if another process may have to repair the elements
     _resume_cursor: int | None = None  # next place in a reopened folder, until the first element is added
@@ -150,7 +145,6 @@ class FrameStorage(TensorStorage):
         max_error: int = 0,
         quality: int = DEFAULT_QUALITY,
         n_stack: int | None = None,
-        max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | None = None,
         resume: bool = False,
         num_threads: int | None = None,
@@ -174,8 +168,7 @@ class FrameStorage(TensorStorage):
         self._decode_on_gpu = check_decode_on_gpu(
             decode_on_gpu, "cpu" if device == "auto" else device, codec=codec, max_error=max_error
         )
-        check_codec(codec, quality=quality)
-        validate_max_error(max_error, codec=codec, dtype=np.uint8)
+        check_codec(codec, quality=quality, max_error=max_error, dtype=np.uint8)
         if n_stack is not None:
             n_stack = check_count("n_stack", n_stack)
         self._columns: list[FrameColumn] = []
@@ -187,13 +180,6 @@ class FrameStorage(TensorStorage):
             "n_stack": n_stack,
             **({} if quality == DEFAULT_QUALITY and codec != "jpeg" else {"quality": quality}),
         }
-        if max_bytes is not None:
-            self._max_bytes = check_count("max_bytes", max_bytes)
-            if ndim > 1 or storage_dir is not None:
-                raise InvalidArgumentError(
-                    f"max_bytes={max_bytes} is for storages of one dimension in main memory, got ndim={ndim} and "
-                    f"storage_dir={storage_dir!r}. Leave max_bytes out"
-                )
         if resume and storage_dir is None:
             raise InvalidArgumentError("resume=True needs a folder. Pass storage_dir too, or leave resume out")
         if storage_dir is not None:
@@ -223,7 +209,6 @@ class FrameStorage(TensorStorage):
         self.lock.on_exit = partial(self._call_tables, "save")
 
     def _call_tables(self, name: str) -> None:
-        """Call a method of all tables of images."""
         for column in self._columns:
             getattr(column.table, name)()
 
@@ -240,8 +225,6 @@ class FrameStorage(TensorStorage):
                 "the default. Leave checkpointer= out"
             )
         self._checkpointer = FrameStorageCheckpointer() if value is None else value
-        if self._max_bytes is not None:
-            check_max_bytes(self, self._max_bytes)
         # A buffer's constructor sets the checkpointer last. The writer exists by now.
         make_kill_safe(self)
         if self._resume_cursor is not None:
@@ -263,20 +246,14 @@ class FrameStorage(TensorStorage):
 
     # Allocation
 
-    def _init(self, row: Any, data: Any = None) -> None:
+    def _init(self, row: Any, data: Any) -> None:
         """Create the columns and allocate all elements.
 
         :param row: One element.
-        :param data: First elements, from which the form of images is detected; default ``row``.
+        :param data: First elements, from which the form of images is detected.
         """
-        data = row.unsqueeze(0) if data is None else data[:_COPY_BATCH]
         if self.device == "auto":
             self.device = row.device or torch.device("cpu")
-        if self._max_bytes is not None and (n_bytes := int(row.bytes())) > self._max_bytes // 2:
-            raise OutOfMemoryError(
-                f"max_bytes={self._max_bytes} is too little: one element of this kind takes {n_bytes} bytes, expected "
-                f"at most half of max_bytes; nothing was stored. Use max_bytes={2 * n_bytes} or more"
-            )
         kinds = describe_image_columns(row, self._pixels, data, may_scale=self._may_scale)
         if not kinds:
             _logger.warning(
@@ -307,8 +284,7 @@ class FrameStorage(TensorStorage):
         return torch.Size((-(self.max_size // -row.shape[: self.ndim - 1].numel()), *row.shape))
 
     def _new_column(self, kind: dict[str, Any], n_rows: int) -> FrameColumn:
-        """Create the column that a description specifies, for ``n_rows`` elements."""
-        return FrameColumn(kind, n_rows, self._options, num_threads=self._num_threads, max_bytes=self._max_bytes)
+        return FrameColumn(kind, n_rows, self._options, num_threads=self._num_threads)
 
     def _allocate(self, row: Any, columns: list[FrameColumn]) -> None:
         """Allocate all elements.
@@ -381,12 +357,10 @@ class FrameStorage(TensorStorage):
         :raises InvalidTypeError: If ``data`` is not a TensorDict, or a dtype differs from that of the first elements.
         :raises InvalidArgumentError: If a shape differs from that of the first elements, a key is missing, or the index
             is invalid.
-        :raises OutOfMemoryError: If memory is exhausted, or one element takes more than ``max_bytes``.
+        :raises OutOfMemoryError: If memory is exhausted.
         :raises StorageError: If the disk of ``storage_dir`` is full.
         """
         self._require_open()
-        if self._max_bytes is not None:
-            check_max_bytes(self, self._max_bytes)
         with self.lock:
             try:
                 self._set(cursor, as_tensordict(data), set_cursor=set_cursor)
@@ -396,8 +370,6 @@ class FrameStorage(TensorStorage):
                 raise
             if set_cursor:
                 self._resume_cursor = None
-                while self._max_bytes is not None and self.nbytes > self._max_bytes and len(self) > 1:
-                    self._drop_oldest(max(len(self) // _DROP_DIVISOR, 1))
 
     def _set(self, cursor: Any, data: Any, *, set_cursor: bool) -> None:
         """Store elements at an index; if that fails, restore the previous state."""
@@ -406,19 +378,15 @@ class FrameStorage(TensorStorage):
             first = data.unsqueeze(0) if is_single_index(cursor) else data
             if not len(first):
                 raise InvalidArgumentError("the first batch has no elements; nothing was stored. Pass one or more")
-            resolve_target(cursor, data, shape=self._shape_for(first[0]), ndim=self.ndim)  # raises
-            self._init(first[0], first)
+        shape = self._shape_for(first[0]) if fresh else self._storage.batch_size
+        where = resolve_target(cursor, data, shape=shape, ndim=self.ndim)
+        if fresh:
+            self._init(first[0], first[:_COPY_BATCH])
         length, last = self._len, self._last_cursor_index
         undo: Callable[[], None] | None = None
         try:
-            where = resolve_target(cursor, data, shape=self._storage.batch_size, ndim=self.ndim)
             if set_cursor and self._resume_cursor is not None and where.places[0] != self._resume_cursor:
                 raise self._writer_error(where.places[0])
-            if set_cursor and self._max_bytes and where.places.max(initial=-1) >= length + len(where.places):
-                raise InvalidArgumentError(
-                    f"index {cursor!r:.200} leaves a gap after the {length} stored elements, which max_bytes may have "
-                    "moved; nothing was stored. Add elements with buffer.extend(data)"
-                )
             may_cast = is_single_index(cursor) or is_slices(cursor)  # as torch does
             if not check_leaves(
                 where,
@@ -516,7 +484,6 @@ class FrameStorage(TensorStorage):
         return rows if self.device.type == "cpu" else rows.to(self.device)
 
     def _decoder(self) -> GpuDecoder:
-        """Return the decoder for the device."""
         if self._gpu_decoder is None or self._gpu_decoder.device != self.device:
             self._gpu_decoder = GpuDecoder(self.device)
         return self._gpu_decoder
@@ -565,24 +532,6 @@ class FrameStorage(TensorStorage):
             self._mark_written(np.zeros(0, dtype=np.int64))
             self._call_tables("clear")
             self._resume_cursor = None
-
-    @defer_signals
-    def _drop_oldest(self, n: int) -> None:
-        """Drop the oldest elements, and move the others to the first places, from the oldest to the newest."""
-        length, rows = len(self), self._storage
-        order = (self._last_cursor_index + 1 + torch.arange(length)) % length
-        n_kept = length - n
-        rows[:n_kept] = rows[order[n:]]
-        for column in self._columns:
-            numbers = number_places(order[n:], rows.shape)
-            column.table.move(column.expand(numbers, len(rows.shape)).reshape(-1).numpy())
-        if (index := rows.get("index", None)) is not None:  # TorchRL's writers record the places here
-            places = torch.arange(n_kept)
-            index[:n_kept] = places.reshape(-1, *[1] * (index.ndim - 1)).expand_as(index[:n_kept])
-        self._len = n_kept
-        self._set_last_cursor(n_kept - 1)
-        set_writer_cursor(self, n_kept)
-        self._bump_mutation_revision()
 
     @property
     def nbytes(self) -> int:
@@ -663,11 +612,10 @@ class FrameStorage(TensorStorage):
                 "an empty FrameStorage cannot be shared with another process, because the shapes of its elements are "
                 "not known yet. Add elements first: buffer.extend(data), or buffer.extend(data) and buffer.empty()"
             )
-        option = "storage_dir" if self._folder is not None else "max_bytes" if self._max_bytes is not None else None
-        if option is not None:
+        if self._folder is not None:
             raise NotCopyableError(
-                f"a FrameStorage with {option} cannot be shared with another process. Leave {option} out, or save the "
-                "elements with storage.dumps(path)"
+                "a FrameStorage with storage_dir cannot be shared with another process. Leave storage_dir out, or save "
+                "the elements with storage.dumps(path)"
             )
         for key, leaf in list_items(self._storage):
             if is_non_tensor(leaf):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,15 +14,6 @@ from rl_ext_core.errors import InvalidArgumentError
 from torchrl_ext.frame_storage.columns import FrameColumn, Key
 
 _aten = torch.ops.aten
-# Number of leading arguments that are dimensions. If all are batch dimensions, the function works on numbers.
-_N_DIM_ARGUMENTS = {
-    _aten.slice.Tensor: 1,
-    _aten.select.int: 1,
-    _aten.unsqueeze.default: 1,
-    _aten.transpose.int: 2,
-}
-_UNCHANGED = {_aten.detach.default, _aten.alias.default}
-_RESHAPES = {_aten.view.default, _aten._unsafe_view.default}
 
 
 class FrameView(torch.Tensor):
@@ -75,31 +67,25 @@ class FrameView(torch.Tensor):
             raise _read_only_error()
         self = args[0]
         if isinstance(self, FrameView):
-            if (numbers := self._rearrange(func, args, kwargs)) is not None:
+            if (numbers := self._rearrange(func, args[1:], kwargs)) is not None:
                 return FrameView(numbers, self._column, self._key, self._storage, self._expected_empty_count)
             if func is _aten.index.Tensor and _n_axes(args[1]) <= self._numbers.ndim:
                 return self._read(func(self._numbers, args[1]))
         return func(*tree_map(_decode_view, args), **tree_map(_decode_view, kwargs))
 
     def _rearrange(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Apply a function to the numbers; return None if it does not move whole images."""
-        numbers, n_image = self._numbers, len(self._column.shape)
-        if func in _UNCHANGED:
-            return numbers
-        if func in _RESHAPES:
-            shape = tuple(args[1])
-            batch = len(shape) - n_image
-            return numbers.reshape(shape[:batch]) if shape[batch:] == self._column.shape else None
-        if (n_dims := _N_DIM_ARGUMENTS.get(func, 0)) == 0:
+        """Apply a function to the numbers if it returns a view that consists of whole images; else, return None."""
+        if func._schema.is_mutable or all(result.alias_info is None for result in func._schema.returns):
             return None
-        dims = [args[i + 1] if len(args) > i + 1 else kwargs.get("dim", 0) for i in range(n_dims)]
-        extra = 1 if func is _aten.unsqueeze.default else 0
-        dims = [dim + self.ndim + extra if dim < 0 else dim for dim in dims]
-        if max(dims) >= numbers.ndim + extra:
+        before, n = torch.empty(self.shape, dtype=self.dtype, device="meta"), len(self._column.shape)
+        after = func(before, *args, **kwargs)
+        if not isinstance(after, torch.Tensor) or after.dtype != before.dtype:
             return None
-        rest = {name: value for name, value in kwargs.items() if name != "dim"}
-        result: torch.Tensor = func(numbers, *dims, *args[n_dims + 1 :], **rest)
-        return result
+        if (after.shape[-n:], after.stride()[-n:]) != (before.shape[-n:], before.stride()[-n:]):
+            return None
+        numbers, size = self._numbers.contiguous(), math.prod(self._column.shape)
+        strides = [stride // size for stride in after.stride()[:-n]]
+        return numbers.as_strided(after.shape[:-n], strides, numbers.storage_offset() + after.storage_offset() // size)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise _read_only_error()
@@ -150,7 +136,6 @@ def _find_written(func: Any, args: Any, kwargs: Any) -> Iterator[bool]:
 
 
 def _read_only_error() -> InvalidArgumentError:
-    """Return the error for a change of images in place."""
     return InvalidArgumentError(
         "images of an element or a slice of the buffer cannot be changed in place, because they are stored compressed. "
         "Change a copy, and store it: data = buffer[i].clone(), then buffer[i] = data"

@@ -43,13 +43,15 @@ def check_numba(purpose: str) -> None:
         raise _missing_dependency_error("numba", "frames", purpose)
 
 
-def check_codec(codec: str, *, quality: int = DEFAULT_QUALITY) -> None:
-    """Raise unless the codec exists, its package is installed, and it has that quality.
+def check_codec(codec: str, *, quality: int, max_error: int, dtype: npt.DTypeLike) -> int:
+    """Check a codec and its options, and return ``max_error`` as an int.
 
     :param codec: One of ``CODECS``
     :param quality: JPEG quality of codec ``jpeg``, 1 to 100
-    :raises InvalidTypeError: If the codec is not a string, or the quality is not an integer
-    :raises InvalidArgumentError: If there is no codec of that name, or the quality does not fit it
+    :param max_error: Largest error per byte of codec ``patch``
+    :param dtype: Dtype of the frames
+    :raises InvalidTypeError: If the codec is not a string, a number not an integer, or the frames not of dtype uint8
+    :raises InvalidArgumentError: If there is no codec of that name, or an option does not fit it
     :raises MissingDependencyError: If the codec needs a package that is not installed. There is no fallback.
     """
     if not isinstance(codec, str):
@@ -67,14 +69,6 @@ def check_codec(codec: str, *, quality: int = DEFAULT_QUALITY) -> None:
         raise InvalidArgumentError(
             f"quality={quality} is for codec='jpeg' only; leave it out, or pass codec='jpeg' as well"
         )
-
-
-def validate_max_error(max_error: int, *, codec: str, dtype: npt.DTypeLike) -> int:
-    """Check ``max_error`` and return it as an int.
-
-    :raises InvalidTypeError: If it is not an integer, or the frames are not of dtype uint8
-    :raises InvalidArgumentError: If it is out of range, or the codec does not use it
-    """
     if isinstance(max_error, bool) or not isinstance(max_error, (int, np.integer)):
         raise InvalidTypeError(f"max_error={max_error!r} must be an integer; for example max_error=4")
     if not 0 <= max_error <= _LARGEST_MAX_ERROR:

@@ -44,7 +44,6 @@ def check_decode_on_gpu(value: Any, device: Any, *, codec: Any, max_error: Any) 
 
 
 def _require_triton() -> None:
-    """Raise an error if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         raise MissingDependencyError(
             "decode_on_gpu=True needs Triton, which is a part of torch's CUDA builds for Linux. Leave it out, or "
@@ -91,8 +90,7 @@ class GpuDecoder:
         :raises MissingDependencyError: If Triton is not installed.
         """
         with store.lock:
-            handles = store.handles(rows, envs)
-            both = np.concatenate(handles if key is None else handles[key])
+            both = np.concatenate(store.handles(rows, envs)[key])
             stacks = self.decode(store._log, [*store.parts].index(key), both)
         return stacks[: len(rows)], stacks[len(rows) :]
 

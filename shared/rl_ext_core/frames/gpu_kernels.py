@@ -16,7 +16,6 @@ _RUN_BYTES = tl.constexpr(16)
 
 @triton.jit
 def _copy(target, source, n_bytes):  # type: ignore[no-untyped-def]
-    """Copy bytes."""
     for start in range(0, n_bytes, _COPIED):
         places = start + tl.arange(0, _COPIED)
         inside = places < n_bytes

@@ -11,8 +11,9 @@ sets the position and the number of stored rows. A size of 0 is the end. In memo
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ from rl_ext_core import _system
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import log_state as fields
+from rl_ext_core.frames.codecs import JpegCodec
 from rl_ext_core.frames.layout import INTERLEAVED, PLANAR, StackLayout, shared_byte_mask
+from rl_ext_core.frames.log_folder import as_corrupt_file
 from rl_ext_core.frames.log_patch import LARGE_FRAME, PADDING, WORK_SLACK
 from rl_ext_core.frames.log_quantize import GROUP
 from rl_ext_core.frames.log_read import (
@@ -34,8 +37,8 @@ from rl_ext_core.frames.log_read import (
     decode_transitions,
     find_handles,
 )
-from rl_ext_core.frames.log_recover import DAMAGED, are_pairs, drop_rows, replay_segment, write_note
-from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, SegmentFile, list_files
+from rl_ext_core.frames.log_recover import are_pairs, replay_segment, write_note
+from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, open_segments
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
 from rl_ext_core.frames.log_write import (
     NEEDS_SEGMENT,
@@ -46,8 +49,9 @@ from rl_ext_core.frames.log_write import (
     push,
     push_bounded,
 )
-from rl_ext_core.frames.memory import address_of, out_of_memory_error, round_to_pages
+from rl_ext_core.frames.memory import address_of, damaged_folder_error, out_of_memory_error
 from rl_ext_core.frames.shared_memory import MemoryFile, count_bytes
+from rl_ext_core.frames.threads import run_in_threads
 
 CHAIN = 14  # entries per chain, up to 31; longer chains take less memory, and are slower to read
 _LEAST_WORDS = 1 << 12
@@ -99,14 +103,14 @@ class Column(NamedTuple):
     :ivar max_error: Largest error per byte; 0 is exact.
     :ivar patches: Whether frames are stored as patches, if these are smaller.
     :ivar is_waiting: Whether a log with an error will follow, whose kernels can be used for this one.
-    :ivar is_encoded: Whether a codec encodes frames.
+    :ivar encoder: Codec that encodes frames before they are written, or None.
     """
 
     layout: StackLayout
     max_error: int = 0
     patches: bool = True
     is_waiting: bool = False
-    is_encoded: bool = False
+    encoder: JpegCodec | None = None
 
 
 class FrameLog:
@@ -148,6 +152,7 @@ class FrameLog:
         self.state = np.zeros(N_LOG + N_COLUMN * len(columns), dtype=np.int64)
         self.pairs = _allocate_zeros((capacity, n_envs, len(columns)), np.int64)
         self.rows = _allocate_zeros((capacity, row_bytes), np.uint8) if rows is None else rows
+        self._encoders = {number: column.encoder for number, column in enumerate(columns) if column.encoder is not None}
         self._is_prepared, self._scratch_bytes = [False] * len(columns), list[int]()
         is_exact = not any(column.max_error or column.is_waiting for column in columns)
         self._push_rows, self._decode = (push, decode_transitions) if is_exact else (push_bounded, decode_bounded)
@@ -197,7 +202,7 @@ class FrameLog:
         self._allocate(c, fields.SCRATCH, (n_frames * (padded + PITCH_SLACK) + WORK_SLACK,))
         is_planar = bool(self.state[c + fields.ORDER] == PLANAR)
         self._scratch_bytes.append(count_scratch_bytes(layout.n_stack, padded, planar=is_planar))
-        self.state[c + fields.BOUND], self.state[c + fields.ENCODED] = column.max_error, column.is_encoded
+        self.state[c + fields.BOUND], self.state[c + fields.ENCODED] = column.max_error, column.encoder is not None
         if column.max_error:
             self._allocate(c, fields.DECODED, (n * padded + 64,))
 
@@ -213,12 +218,11 @@ class FrameLog:
         mask = shared_byte_mask(layout)
         self._allocate(c, fields.MASK, (len(mask),))[:] = mask
         if layout.n_stack != 4 or layout.frame_bytes != layout.pixels:  # stacks are kept, too
-            self._close_segment()  # the newest frames are not known any more
+            self.close_segment()  # the newest frames are not known any more
             self._allocate_frames(c, layout.n_stack + 1)
         self._is_prepared[number] = True
 
     def _resize_tables(self, n_slots: int) -> None:
-        """Make the tables of segments longer."""
         if self._shared is not None:
             raise out_of_memory_error(4 * self.most_words)
         tables = []
@@ -238,7 +242,6 @@ class FrameLog:
         self.state[fields.N_SLOTS] = len(self._table)
 
     def _count_record_words(self) -> int:
-        """Return the largest number of words of a record."""
         starts = range(N_LOG, len(self.state), N_COLUMN)
         n_frames = [2 * int(self.state[c + fields.N_STACK]) * int(self.state[c + fields.ENTRY_WORDS]) for c in starts]
         return int(header_words.py_func(self.state)) + self.n_envs * sum(n_frames)
@@ -265,6 +268,12 @@ class FrameLog:
         :raises OutOfMemoryError: If there is not enough memory. Nothing was written.
         :raises StorageError: If the disk is full. Nothing was written.
         """
+        if self._encoders:
+            self._push_encoded(data, row)
+        else:
+            self._push(data, row)
+
+    def _push(self, data: int, row: int) -> None:
         self._numbers[fields.ROW_INPUT], self._numbers[fields.DATA_INPUT] = row, data
         result = self._push_rows(self.state)
         if result == NEEDS_SEGMENT:
@@ -277,27 +286,23 @@ class FrameLog:
             self._free_dead_segments()
 
     @defer_signals
-    def push_encoded(self, encoders: Mapping[int, Callable[[Array], bytes]], *, data: int = 0, row: int = -1) -> None:
-        """Write one transition of each environment, of which codecs encode some frames.
-
-        :param encoders: Functions that encode a frame, given as bytes, by the number of the column.
-        :param data, row: As for :meth:`push`.
-        """
+    def _push_encoded(self, data: int, row: int) -> None:
+        """Write one transition of each environment, after the new frames of some columns were encoded."""
         state = self.state
         if not state[fields.END] or state[fields.NEXT] >= state[fields.END]:
             self._open_segment()  # in a new segment, other frames are new
-        new = self._find_new_frames([*encoders])
+        new = self._find_new_frames([*self._encoders])
         kept = []  # until they were written
         try:
-            for number, encode in encoders.items():
+            for number, encoder in self._encoders.items():
                 c = N_LOG + N_COLUMN * number
                 n_bytes = int(state[c + fields.FRAME_BYTES])
-                blobs = [np.frombuffer(encode(frame), np.uint8) for frame in new[number]]
+                blobs = [np.frombuffer(encoder.encode(frame), np.uint8) for frame in new[number]]
                 used = [(address_of(blob), len(blob)) if len(blob) < n_bytes else (0, 0) for blob in blobs]
                 table = np.array([(0, 0), *used], dtype=np.int64).reshape(-1)[1:].copy()
                 kept.append((blobs, table))
                 state[c + fields.BLOBS] = address_of(table)
-            self.push(data=data, row=row)
+            self._push(data, row)
         finally:
             state[fields.BLOBS + N_LOG :: N_COLUMN] = 0
 
@@ -330,10 +335,12 @@ class FrameLog:
         :raises StorageError: If the disk is full. Nothing was dropped.
         """
         self._prepare_note()
-        drop_rows(self.state, self._n_written, position, stored)
+        rows = (position + np.arange(self.capacity - stored)) % self.capacity
+        self.pairs[rows[rows < self._n_written]] = 0
+        self.state[[fields.POSITION, fields.STORED]] = position, stored
         if self.folder is not None:
             write_note(self.state, False)
-        self._free_dead_segments()
+        self.count_live()
 
     def write_newest_data(self) -> None:
         """Make a change of the caller's data in the newest row survive the process.
@@ -356,7 +363,7 @@ class FrameLog:
         self.drop(0, 0)
         self.state[fields.FULL] = 0
         if self.folder is None:
-            self._close_segment()
+            self.close_segment()
             self._free_dead_segments()
 
     def count_oldest(self) -> int:
@@ -365,7 +372,7 @@ class FrameLog:
         rows = (first + np.arange(self.stored)) % self.capacity
         slots = self.pairs[rows, 0, 0] >> shift
         if self.state[fields.END] and slots[0] == self._open_slot:
-            self._close_segment()
+            self.close_segment()
         found = np.flatnonzero(slots != slots[0])
         return int(found[0]) if len(found) else self.stored
 
@@ -383,27 +390,34 @@ class FrameLog:
         number: int,
         rows: Array,
         envs: Array,
-        start: int,
-        stop: int,
-        observations: int,
-        next_observations: int,
+        observations: Array | None,
+        next_observations: Array | None,
         *,
-        opaque: bool = False,
-    ) -> Array:
-        """Decode the transitions ``start`` to ``stop`` of a batch.
+        num_threads: int = 1,
+    ) -> None:
+        """Decode a batch of transitions of a column, in several threads if it is large.
 
         :param number: Number of the column.
         :param rows, envs: As for :meth:`contains`. Without environments, ``rows`` are handles.
-        :param observations, next_observations: Addresses of the outputs of the whole batch, or 0.
-        :param opaque: Whether frames may have been encoded by a codec.
-        :return: Entries that the codec must decode, shape ``(n, OPAQUE_FIELDS)``, see ``log_read``.
+        :param observations, next_observations: Outputs, C-contiguous, or None.
+        :param num_threads: Threads to decode in.
         """
-        n_stack = self.columns[number].layout.n_stack
-        entries = np.empty((2 * n_stack * (stop - start), OPAQUE_FIELDS), np.int64) if opaque else _NO_ENTRIES
-        scratch = np.empty(self._scratch_bytes[number], np.uint8)
+        layout, encoder = self.columns[number].layout, self.columns[number].encoder
         outs = observations, next_observations
-        n = self._decode(self.state, number, rows, envs, start, stop, *outs, entries, address_of(scratch))
-        return entries[:n]
+        addresses = [0 if out is None else address_of(out) for out in outs]
+
+        def decode_part(start: int, stop: int) -> None:
+            n_most = 0 if encoder is None else 2 * layout.n_stack * (stop - start)
+            entries = np.empty((n_most, OPAQUE_FIELDS), np.int64) if n_most else _NO_ENTRIES
+            scratch = np.empty(self._scratch_bytes[number], np.uint8)
+            n = self._decode(self.state, number, rows, envs, start, stop, *addresses, entries, address_of(scratch))
+            if encoder is not None:
+                _decode_opaque(layout, encoder, entries[:n], outs)
+
+        if num_threads == 1:
+            decode_part(0, len(rows))
+        else:
+            run_in_threads(decode_part, len(rows), num_threads=num_threads)
 
     def find_handles(self, number: int, rows: Array, envs: Array) -> tuple[Array, Array]:
         """Return the handles of observations and next observations, which :meth:`decode` decodes.
@@ -426,7 +440,7 @@ class FrameLog:
         number = int(state[fields.SEQUENCE]) + 1
         slot = self._take_slot()
         segment = self._new_segment(words + self.record_words + 2 * SEGMENT_HEADER, number, slot)
-        self._close_segment()
+        self.close_segment()
         self._add_segment(slot, segment)
         start = slot << int(state[fields.SEGMENT_SHIFT])
         state[fields.SEQUENCE], state[fields.RESTART_WORDS] = number, 0
@@ -440,17 +454,16 @@ class FrameLog:
         self._open_slot = slot
 
     def _add_segment(self, slot: int, segment: Segment) -> None:
-        """Add a segment in a free slot."""
         self._segments[slot], self._table[slot] = segment, segment.address
         self._numbers_by_slot[slot] = segment.number
 
     def _new_segment(self, n_words: int, number: int, slot: int) -> Segment:
         """Return a segment of at least ``n_words``, in memory that was freed before if it fits."""
         if self._shared is not None:
-            return Segment(n_words, None, number, self._shared.map(slot))
+            return Segment.create(n_words, None, number, self._shared.map(slot))
         spare = self._spare
         if spare is None or not n_words <= spare.n_words <= 2 * n_words:
-            return Segment(n_words, self.folder, number)
+            return Segment.create(n_words, self.folder, number)
         self._spare, spare.number = None, number
         return spare
 
@@ -472,12 +485,11 @@ class FrameLog:
 
     @property
     def _open_words(self) -> int:
-        """Number of words in the open segment."""
         state = self.state
         return int(state[fields.NEXT] & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)) if state[fields.END] else 0
 
-    def _close_segment(self) -> None:
-        """Close the open segment, if there is one."""
+    def close_segment(self) -> None:
+        """Close the open segment, if there is one, so that its file takes no more space than needed."""
         state = self.state
         if not state[fields.END]:
             return
@@ -519,7 +531,6 @@ class FrameLog:
         return 4 * self.n_words + self.pairs[:n_rows].nbytes + self.rows[:n_rows].nbytes + streams
 
     def _remove_segment(self, slot: int) -> None:
-        """Remove a segment, and delete its file."""
         self._used[slot] = self._table[slot] = self._numbers_by_slot[slot] = 0
         segment = self._segments.pop(slot)
         if self.is_in_place():
@@ -583,23 +594,13 @@ class FrameLog:
         positions = pairs >> 23
         return np.where(pairs == 0, 0, self._numbers_by_slot[positions >> shift] << 32 | positions & ((1 << shift) - 1))
 
-    def replay_all(self) -> bool:
-        """Enter the rows that an earlier process left in the folder. The newest record of a row counts.
-
-        :return: Whether no file is damaged.
-        """
-        assert self.folder is not None
-        is_intact = all(self._replay(file, -1) != DAMAGED for file in list_files(self.folder, has_gaps=True))
-        self.count_live()
-        return is_intact
-
     # Memory that processes share
 
     def shared_sizes(self) -> tuple[int, int]:
         """Return the bytes of arrays, and those of a segment, for :meth:`share`."""
         self._prepare_for_sharing()
         segment_bytes = 4 * (self.most_words + self.record_words + 2 * SEGMENT_HEADER) + SLACK_BYTES
-        return count_bytes(*self._shared_forms()), round_to_pages(segment_bytes)
+        return count_bytes(*self._shared_forms()), -(-segment_bytes // _system.PAGE) * _system.PAGE
 
     def _prepare_for_sharing(self) -> None:
         """Allocate arrays of the shapes that all processes use."""
@@ -615,7 +616,7 @@ class FrameLog:
         :param sizes: Bytes of arrays and of a segment, at least :meth:`shared_sizes`.
         """
         assert self.folder is None
-        self._close_segment()
+        self.close_segment()
         self._free_dead_segments()
         if len(self._segments) > _SHARED_SLOTS // 2:
             raise out_of_memory_error(4 * self.most_words)
@@ -627,7 +628,7 @@ class FrameLog:
         for array, old in zip(self._shared_arrays(), before, strict=True):
             array[...] = old
         for slot, segment in own.items():
-            copy = Segment(segment.n_words, None, segment.number, shared.map(slot))
+            copy = Segment.create(segment.n_words, None, segment.number, shared.map(slot))
             copy.words[:] = segment.words
             self._add_segment(slot, copy)
         self.save()
@@ -672,23 +673,18 @@ class FrameLog:
         state[N_LOG + fields.SHARED_KEY] = self._counters[-1]
         if state[fields.END]:
             self._open_slot = int(state[fields.END] - 1) >> int(state[fields.SEGMENT_SHIFT])
-        for slot in np.flatnonzero(self._numbers_by_slot != self._mapped_numbers()).tolist():
+        mapped = np.zeros(len(self._table), dtype=np.int64)
+        for slot, segment in self._segments.items():
+            mapped[slot] = segment.number
+        for slot in np.flatnonzero(self._numbers_by_slot != mapped).tolist():
             self._segments.pop(slot, None)
             self._table[slot] = 0
             if number := int(self._numbers_by_slot[slot]):
                 self._segments[slot] = segment = Segment.share(shared.map(slot), number)
                 self._table[slot] = segment.address
 
-    def _mapped_numbers(self) -> Array:
-        """Return the numbers of the segments that this process has mapped, by slot."""
-        numbers = np.zeros(len(self._table), dtype=np.int64)
-        for slot, segment in self._segments.items():
-            numbers[slot] = segment.number
-        return numbers
-
     def repair(self) -> None:
         """Continue the log after a process was killed while it wrote. Rows refer to complete entries at any time."""
-        self.load()
         state = self.state
         state[fields.SEQUENCE] = max(int(state[fields.SEQUENCE]), int(self._numbers_by_slot.max(initial=0)))
         state[fields.END] = 0  # behind its end, there may be entries
@@ -699,53 +695,39 @@ class FrameLog:
     # Files of an earlier process, and pickles
 
     def recover(self) -> None:
-        """Find the transitions that an earlier process left in the folder.
+        """Find the rows that an earlier process left in the folder. The newest record of a row counts.
 
-        :raises CorruptFileError: If one of them is damaged.
+        :raises CorruptFileError: If a file is damaged, or one of a ring is missing.
         """
         assert self.folder is not None
-        self.state[fields.RECORDS] = -1  # until the first record, because killed processes leave segments without one
-        for file in list_files(self.folder):
-            if self._replay(file, int(self.state[fields.RECORDS])) == DAMAGED:
-                raise CorruptFileError(f"{file.path} is damaged: a record does not match its checksum or the others")
-        self.state[fields.RECORDS] = max(0, int(self.state[fields.RECORDS]))
-        self.check_stored()
+        state = self.state
+        state[fields.RECORDS] = -1  # until the first record, because killed processes leave segments without one
+        for segment in open_segments(self.folder, has_gaps=self._has_gaps):
+            slot = self._take_slot()
+            segment.n_words = min(segment.n_words, 1 << int(state[fields.SEGMENT_SHIFT]))
+            self._add_segment(slot, segment)
+            state[fields.SEQUENCE] = segment.number
+            expected = -1 if self._has_gaps else int(state[fields.RECORDS])
+            if not replay_segment(state, slot, segment.n_words, expected, np.zeros(segment.n_words, np.uint8)):
+                raise damaged_folder_error(
+                    f"{segment.path} is damaged: a record does not match its checksum or the others"
+                )
+            self._used[slot] = int(state[fields.NEXT]) & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)
+        state[fields.RECORDS] = max(0, int(state[fields.RECORDS]))
+        if not self._has_gaps:
+            self._drop_stale_rows()
+        self.count_live()
 
-    def _replay(self, file: SegmentFile, expected: int) -> int:
-        """Enter the transitions of a segment into the ring.
-
-        :param expected: Number of its first record, modulo 2**32, or -1 for any.
-        :return: ``CLEAN``, or ``DAMAGED`` if only its first records are intact, or are not the next ones.
-        """
-        state, slot, segment = self.state, self._take_slot(), Segment.open(file)
-        segment.n_words = min(segment.n_words, 1 << int(state[fields.SEGMENT_SHIFT]))
-        self._add_segment(slot, segment)
-        state[fields.SEQUENCE] = file.number
-        checked = np.zeros(segment.n_words, np.uint8)
-        result = int(replay_segment(state, slot, segment.n_words, expected, checked))
-        self._used[slot] = words = int(state[fields.NEXT]) & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)
-        if self._live[slot]:
-            state[fields.USED_WORDS] += words
-        else:
-            state[fields.DIED] += 1
-        return result
-
-    def check_stored(self) -> None:
-        """Drop rows that are not stored any more; raise if one of the others is missing.
-
-        :raises CorruptFileError: If one is missing.
-        """
+    def _drop_stale_rows(self) -> None:
+        """Drop rows of the ring that are not stored any more; raise if one of the others is missing."""
         position, stored = (int(self.state[field]) for field in (fields.POSITION, fields.STORED))
         rows = (position - 1 - np.arange(stored)) % self.capacity
         self.state[fields.FULL] |= stored > position
         if missing := np.count_nonzero(~self.pairs[rows].all(axis=(1, 2))):
-            raise CorruptFileError(f"{self.folder} is damaged: {missing} of {stored} transitions are missing")
-        others = np.ones(self.capacity, dtype=np.bool_)
-        others[rows] = False
-        others &= self.pairs.any(axis=(1, 2))
-        if others.any():
-            drop_rows(self.state, self.capacity, position, stored)
-        self._free_dead_segments()
+            raise damaged_folder_error(f"{self.folder} is damaged: {missing} of {stored} transitions are missing")
+        is_stale: npt.NDArray[np.bool_] = np.any(self.pairs, axis=(1, 2))
+        is_stale[rows] = False
+        self.pairs[is_stale] = 0
 
     def _take_slot(self) -> int:
         """Return a free slot, and make the tables longer if there is none."""
@@ -794,15 +776,14 @@ class FrameLog:
         if not np.isin(slots, [*contents["segments"]]).all():
             raise CorruptFileError("a segment is missing")
         for slot, words in contents["segments"].items():
-            segment = Segment(len(words), None, slot + 1)
+            segment = Segment.create(len(words), None, slot + 1)
             segment.words[:] = words
             self._add_segment(slot, segment)
             some, checked = places[ends[slot] - self._live[slot] : ends[slot]], np.zeros(len(words), np.uint8)
             if len(words) > 1 << shift or not are_pairs(state, slot, len(words), some, checked):
                 raise CorruptFileError("an entry refers to another one that does not exist")
             self._used[slot], state[fields.SEQUENCE] = len(words), max(state[fields.SEQUENCE], slot + 1)
-        state[fields.USED_WORDS] = int(self._used[self._live > 0].sum())
-        self._free_dead_segments()
+        self.count_live()
 
     @property
     def position(self) -> int:
@@ -839,6 +820,29 @@ class FrameLog:
         segment, at = self._segments.get(at >> shift), at & ((1 << shift) - 1)
         return segment is not None and at > 0 and bool(segment.words[at : at + self.record_words].any())
 
-    def close(self) -> None:
-        """Close the open segment, so that its file takes no more space than needed."""
-        self._close_segment()
+
+def _decode_opaque(
+    layout: StackLayout, codec: JpegCodec, entries: Array, outs: tuple[Array | None, Array | None]
+) -> None:
+    """Decode the entries of a batch that a codec has encoded.
+
+    :param entries: Result of the kernel that decodes.
+    :param outs: Observations and next observations of the whole batch.
+    """
+    form: tuple[int, ...] = (layout.n_stack, layout.frame_bytes)
+    if not layout.planar and layout.n_stack > 1:
+        form = (layout.pixels, layout.n_stack, layout.frame_bytes // layout.pixels)
+    views = [None if out is None else out.reshape(len(out), -1).view(np.uint8).reshape(-1, *form) for out in outs]
+    decoded: dict[int, Array] = {}
+    for address, size, sample, side, place in entries.tolist():
+        frame = decoded.get(address)
+        if frame is None:
+            blob = memoryview((ctypes.c_char * size).from_address(address))
+            with as_corrupt_file("a stored image is"):
+                frame = decoded[address] = np.frombuffer(codec.decode(blob), np.uint8).reshape(layout.frame_bytes)
+        view = views[side]
+        assert view is not None
+        if len(form) == 2:
+            view[sample, place] = frame
+        else:
+            view[sample, :, place] = frame.reshape(layout.pixels, -1)

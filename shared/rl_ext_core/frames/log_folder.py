@@ -27,7 +27,7 @@ import numpy.typing as npt
 from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import FORMAT, checksum, format_error
-from rl_ext_core.frames.memory import as_storage_error, storage_error
+from rl_ext_core.frames.memory import as_storage_error, damaged_folder_error, map_file, storage_error
 from rl_ext_core.resources import check_folder, check_path
 
 MANIFEST = "store.json"
@@ -113,11 +113,9 @@ class LogFolder:
         self._is_new = not self.path.exists()
         if self._is_new:
             check_folder("storage_dir", path)
-        try:
+        with as_storage_error(self.path, doing="use the folder"):
             self.path.mkdir(parents=True, exist_ok=True)
             foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_known(entry.name))
-        except OSError as error:
-            raise storage_error(self.path, error, doing="use the folder") from error
         if foreign:
             raise InvalidArgumentError(
                 f"storage_dir={str(self.path)!r} contains {foreign[0]!r}, which is not part of a store; pass an empty "
@@ -146,9 +144,9 @@ class LogFolder:
                 self.identity, current = found["identity"], index(found["generation"])
             self._check_options(options)
             if settings is not None and current not in generations:
-                raise CorruptFileError(f"{_generation_path(self.path, current)} is missing. Restore it from a copy")
+                raise damaged_folder_error(f"{_generation_path(self.path, current)} is missing")
         elif any(any(path.iterdir()) for path in generations.values()):
-            raise CorruptFileError(f"{manifest} is missing. Restore it from a copy, or pass another storage_dir")
+            raise damaged_folder_error(f"{manifest} is missing")
         for number, path in generations.items():
             if number != current:
                 shutil.rmtree(path, ignore_errors=True)
@@ -184,20 +182,16 @@ class LogFolder:
         """
         path = _generation_path(self.path, self._generation + new)
         if new:
-            try:
-                shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
+            with as_storage_error(path, doing="create"):
                 path.mkdir()
-            except OSError as error:
-                raise storage_error(path, error, doing="create") from error
         return path
 
     def use(self, settings: dict[str, Any]) -> None:
         """Make the new folder of segments the current one, with these settings."""
         fields = {"format": FORMAT, "identity": self.identity, "options": self.options, "settings": settings}
-        try:
+        with as_storage_error(self.path / MANIFEST, doing="write"):
             write_json(self.path / MANIFEST, {**fields, "generation": self._generation + 1})
-        except OSError as error:
-            raise storage_error(self.path / MANIFEST, error, doing="write") from error
         old, self._generation, self.settings = self.segments(), self._generation + 1, settings
         shutil.rmtree(old, ignore_errors=True)
 
@@ -213,17 +207,10 @@ class LogFolder:
         :raises StorageError: If the disk is full.
         """
         path, n_bytes = self.path / f"array-{name}", int(np.prod(shape)) * np.dtype(dtype).itemsize
-        with as_storage_error(path, doing="write"):
-            descriptor = _system.open_file(path)
-            try:
-                size = os.fstat(descriptor).st_size
-                if size not in (0, n_bytes):
-                    raise CorruptFileError(f"{path} has {size:,} bytes, expected {n_bytes:,}. Restore it from a copy")
-                _system.allocate_file_space(descriptor, 0, n_bytes)
-                memory = _system.map_whole_file(descriptor, n_bytes)
-            finally:
-                os.close(descriptor)
-        return np.frombuffer(memory, dtype).reshape(shape)
+        size = path.stat().st_size if path.exists() else 0
+        if size not in (0, n_bytes):
+            raise damaged_folder_error(f"{path} has {size:,} bytes, expected {n_bytes:,}")
+        return np.frombuffer(map_file(path, n_bytes), dtype).reshape(shape)
 
     def is_in_place(self) -> bool:
         """Return whether the folder was neither moved nor replaced since it was opened."""
@@ -256,12 +243,10 @@ class LogFolder:
 
 
 def _generation_path(folder: Path, generation: int) -> Path:
-    """Return the folder of segments of a generation."""
     return folder / f"log-{generation:04d}"
 
 
 def _generations(folder: Path) -> dict[int, Path]:
-    """Return the folders of segments, by generation."""
     return {int(found[1]): path for path in folder.iterdir() if (found := _GENERATION.fullmatch(path.name))}
 
 
@@ -332,7 +317,6 @@ def _copy_segments(source: Path, target: Path) -> None:
 
 
 def _in_use_error(path: Path) -> StorageError:
-    """Return the error for a folder that is locked, with the process that uses it."""
     process = ""
     with contextlib.suppress(OSError):
         process = (path / "lock").read_text(errors="replace")[:32]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import int64, uint32, uint64
 
-from rl_ext_core.frames.kernel_primitives import atomic_kernel, copy_frame, inner, int64s, kernel, load_u32, uint32s
+from rl_ext_core.frames.kernel_primitives import atomic_kernel, copy_frame, inner, int64s, load_u32, uint32s
 from rl_ext_core.frames.log_state import (
     BACKOFF,
     CHAIN_BYTES,
@@ -29,7 +29,6 @@ from rl_ext_core.frames.log_state import (
     OBS_INPUT,
     OBS_ORDER,
     PADDED_BYTES,
-    PAIRS,
     RECORD_HEADER,
     RESIDUAL_DELTA,
     RESIDUAL_START,
@@ -101,21 +100,6 @@ def find_stream(state, first, uses):  # type: ignore[no-untyped-def]
     uses[found], uses[n + 1] = uses[n], found
     _set_stream(state, first, found)
     return is_new
-
-
-@kernel
-def find_rows(state, slot, n_rows, out):  # type: ignore[no-untyped-def]
-    """Find the rows whose entries a segment contains; return their number.
-
-    :param n_rows: Number of rows to search.
-    :param out: Output, at least as long as the segment has live rows.
-    """
-    pairs, n, shift = int64s(state[PAIRS], n_rows), 0, state[SEGMENT_SHIFT] + 23
-    for row in range(n_rows):
-        if pairs[row] and pairs[row] >> shift == slot:
-            out[n] = row
-            n += 1
-    return n
 
 
 @inner

@@ -1,4 +1,4 @@
-"""Kernels that drop transitions from a log, and find and check those in files of an earlier process, or a pickle."""
+"""Kernels that find and check the transitions of a log in files of an earlier process, or a pickle."""
 
 from __future__ import annotations
 
@@ -53,24 +53,6 @@ from rl_ext_core.frames.log_state import (
     read_header,
 )
 from rl_ext_core.frames.log_write import finish_record, header_words, record_checksum, set_pair
-
-# Results of ``replay_segment``.
-CLEAN, DAMAGED = range(2)
-
-
-@atomic_kernel
-def drop_rows(state, n_rows, position, stored):  # type: ignore[no-untyped-def]
-    """Drop all transitions except the ``stored`` ones before a position, which becomes the next one.
-
-    :param n_rows: Rows from here on are empty.
-    """
-    capacity, n_pairs = state[CAPACITY], state[N_ENVS] * state[N_COLUMNS]
-    for row in range(n_rows):
-        if (position - 1 - row) % capacity >= stored:
-            for k in range(n_pairs):
-                if int64s(state[PAIRS] + 8 * (row * n_pairs + k), 1)[0]:
-                    set_pair(state, row * n_pairs + k, int64(0))
-    state[POSITION], state[STORED] = position, stored
 
 
 @atomic_kernel
@@ -253,18 +235,16 @@ def replay_segment(state, slot, n_words, expected, checked):  # type: ignore[no-
     :param n_words: Words in its file.
     :param expected: Number that its first record must have, modulo 2**32, or -1.
     :param checked: Zeros, shape ``(n_words,)``, see ``_is_pair``.
-    :return: ``CLEAN`` or ``DAMAGED``.
+    :return: Whether all records are intact, and have the expected numbers.
     """
     n_pairs, start = state[N_ENVS] * state[N_COLUMNS], slot << state[SEGMENT_SHIFT]
     at, stop = start + SEGMENT_HEADER, start + n_words
-    result = CLEAN
     while at < stop:
         words = uint32s(address_at(state, at), RECORD_HEADER)
         if words[0] == 0:
             break
         if (expected >= 0 and words[2] != uint32(expected)) or not _is_record(state, at, stop, checked):
-            result = DAMAGED
-            break
+            return False
         size, row, stored = int64(words[0]) & SIZE_BITS, int64(words[3]), int64(words[4])
         if int64(words[0]) >> 31:
             for k in range(n_pairs):
@@ -288,4 +268,4 @@ def replay_segment(state, slot, n_words, expected, checked):  # type: ignore[no-
         state[RECORDS] = expected
         at += size
     state[NEXT] = at
-    return result
+    return True

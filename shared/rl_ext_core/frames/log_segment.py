@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import os
 import re
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core import _system
-from rl_ext_core.errors import CorruptFileError
 from rl_ext_core.frames.checkpoint import FORMAT, format_error
 from rl_ext_core.frames.log_state import SEGMENT_HEADER
-from rl_ext_core.frames.memory import address_of, as_storage_error, out_of_memory_error, storage_error
+from rl_ext_core.frames.memory import (
+    address_of,
+    damaged_folder_error,
+    map_file,
+    out_of_memory_error,
+)
 
 _MAGIC = 0x4C584C52
 _HEADER = struct.Struct("<IIQI")  # magic number, format, number of the segment, words
@@ -29,95 +32,66 @@ _NAME = re.compile(r"(\d{12})\.log")
 class Segment:
     """One segment of a log.
 
+    :param memory: Object with the buffer protocol, whose memory contains the segment and ``SLACK_BYTES``.
     :param n_words: Number of words, header included.
-    :param folder: Folder of its file, or None for memory.
     :param number: Number of the segment, counted from the first one ever.
-    :param memory: Shared memory to use, for at least so many words; or None.
-    :ivar number: Its number.
+    :param path: Path of its file, or None for memory.
     :ivar words: Its contents.
-    :raises OutOfMemoryError: If there is not enough memory.
-    :raises StorageError: If the disk is full.
     """
 
-    def __init__(self, n_words: int, folder: Path | None, number: int, memory: Any = None) -> None:
-        self.n_words, self.number, n_bytes = n_words, number, 4 * n_words + SLACK_BYTES
-        self._path = None if folder is None else folder / f"{number:012d}.log"
-        if memory is None:
-            memory = _map_zeros(n_bytes) if self._path is None else _create_file(self._path, n_bytes)
-        self._set_memory(memory)
-        _HEADER.pack_into(self._bytes.data, 0, _MAGIC, FORMAT, number, n_words)
-
-    def _set_memory(self, memory: Any) -> None:
-        """Use mapped memory."""
+    def __init__(self, memory: Any, n_words: int, number: int, path: Path | None = None) -> None:
+        self.n_words, self.number, self.path = n_words, number, path
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
-        self.words = self._bytes[: 4 * self.n_words].view(np.uint32)
+        self.words = self._bytes[: 4 * n_words].view(np.uint32)
         self.address = address_of(self._bytes)
+
+    @classmethod
+    def create(cls, n_words: int, folder: Path | None, number: int, memory: Any = None) -> Segment:
+        """Create an empty segment, as a file if there is a folder, and otherwise in shared or new memory.
+
+        :param memory: Shared memory for at least so many words, or None.
+        :raises OutOfMemoryError: If there is not enough memory.
+        :raises StorageError: If the disk is full.
+        """
+        n_bytes = 4 * n_words + SLACK_BYTES
+        path = None if folder is None else folder / f"{number:012d}.log"
+        if memory is None:
+            memory = _map_zeros(n_bytes) if path is None else _create_file(path, n_bytes)
+        segment = cls(memory, n_words, number, path)
+        _HEADER.pack_into(segment._bytes.data, 0, _MAGIC, FORMAT, number, n_words)
+        return segment
 
     @classmethod
     def share(cls, memory: Any, number: int) -> Segment:
         """Use the shared memory of a segment that another process has opened."""
-        segment = cls.__new__(cls)
-        segment.number, segment._path = number, None
-        segment.n_words = _HEADER.unpack_from(memory)[3]
-        segment._set_memory(memory)
-        return segment
-
-    @classmethod
-    def open(cls, file: SegmentFile) -> Segment:
-        """Map an existing file.
-
-        :raises StorageError: If it cannot be opened.
-        """
-        segment = cls.__new__(cls)
-        segment.n_words, segment.number, segment._path = file.n_words, file.number, file.path
-        try:
-            descriptor = _system.open_file(file.path)
-            try:
-                segment._set_memory(_system.map_whole_file(descriptor, os.fstat(descriptor).st_size))
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise storage_error(file.path, error, doing="open") from error
-        return segment
+        return cls(memory, _HEADER.unpack_from(memory)[3], number)
 
     def truncate(self, n_words: int) -> None:
         """Free the disk space behind the first words of a file, and the memory of all of it until it is read."""
-        if self._path is None:
+        if self.path is None:
             return
         self.n_words = n_words
         _HEADER.pack_into(self._bytes.data, 0, *_HEADER.unpack_from(self._bytes.data)[:3], n_words)
         with contextlib.suppress(OSError):  # the space is only an optimization
-            os.truncate(self._path, 4 * n_words + SLACK_BYTES)
+            os.truncate(self.path, 4 * n_words + SLACK_BYTES)
         _system.unload_pages(self.address, 4 * n_words)
 
     def delete(self) -> None:
         """Delete the file, if there is one. The memory is freed with this object."""
-        if self._path is not None:
-            _system.remove_file(self._path)
+        if self.path is not None:
+            _system.remove_file(self.path)
 
 
-class SegmentFile(NamedTuple):
-    """Header of the file of a segment.
-
-    :ivar path: Path of the file.
-    :ivar number: Number of the segment.
-    :ivar n_words: Number of words, header included.
-    """
-
-    path: Path
-    number: int
-    n_words: int
-
-
-def list_files(folder: Path, *, has_gaps: bool = False) -> list[SegmentFile]:
-    """Read the headers of all segments in a folder, in order.
+def open_segments(folder: Path, *, has_gaps: bool) -> list[Segment]:
+    """Map the files of all segments in a folder, in order.
 
     A file whose header was not written yet is left out.
 
     :param has_gaps: Whether files may be missing between others.
     :raises CorruptFileError: If a file is damaged or missing, or has another format.
+    :raises StorageError: If a file cannot be opened.
     """
-    found = []
+    found: list[Segment] = []
     for path in sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)):
         with path.open("rb") as file:
             header = file.read(_HEADER.size)
@@ -129,16 +103,15 @@ def list_files(folder: Path, *, has_gaps: bool = False) -> list[SegmentFile]:
         size = path.stat().st_size
         is_right = magic == _MAGIC and number == int(path.stem) and n_words >= SEGMENT_HEADER
         if not is_right or size < 4 * n_words + SLACK_BYTES:
-            raise CorruptFileError(f"{path} is damaged: its header does not fit its name and its {size:,} bytes")
-        found.append(SegmentFile(path, number, n_words))
-    for before, after in itertools.pairwise(found):
-        if after.number != before.number + 1 and not has_gaps:
-            raise CorruptFileError(f"{before.path} is not followed by file {before.number + 1}, which is missing")
+            raise damaged_folder_error(f"{path} is damaged: its header does not fit its name and its {size:,} bytes")
+        if found and number != found[-1].number + 1 and not has_gaps:
+            before = found[-1]
+            raise damaged_folder_error(f"{before.path} is not followed by file {before.number + 1}, which is missing")
+        found.append(Segment(map_file(path, size, allocate=False), n_words, number, path))
     return found
 
 
 def _map_zeros(n_bytes: int) -> Any:
-    """Map private memory of zeros."""
     try:
         if _system.WINDOWS:
             return mmap.mmap(-1, n_bytes)
@@ -149,15 +122,10 @@ def _map_zeros(n_bytes: int) -> Any:
 
 def _create_file(path: Path, n_bytes: int) -> Any:
     """Create a file of zeros with all its disk space, and map it."""
-    with as_storage_error(path, doing="write"):
-        descriptor = _system.open_file(path)
-        try:
-            os.ftruncate(descriptor, 0)
-            _system.allocate_file_space(descriptor, 0, n_bytes)
-            return _system.map_whole_file(descriptor, n_bytes)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            raise
-        finally:
-            os.close(descriptor)
+    try:
+        path.unlink(missing_ok=True)  # a killed process may have left it
+        return map_file(path, n_bytes)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise

@@ -15,12 +15,12 @@ from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.layout import INTERLEAVED, StackLayout, find_layout
 from rl_ext_core.frames.log import CHAIN, FrameLog, SharedLog
 from rl_ext_core.frames.log_folder import as_corrupt_file
-from rl_ext_core.frames.log_move import copy_rows, find_rows, find_stream
+from rl_ext_core.frames.log_move import copy_rows, find_stream
 from rl_ext_core.frames.log_patch import PADDING
 from rl_ext_core.frames.log_state import N_LOG
 from rl_ext_core.frames.memory import address_of
 from rl_ext_core.frames.shared_memory import MemoryFile
-from rl_ext_core.frames.store import Observation, StoredPart, decode_batch, load_kernels
+from rl_ext_core.frames.store import Observation, StoredPart, load_kernels
 
 _COPY_BATCH = 64  # rows that are copied, or used to detect the layout
 _LAST_CHECK = 4096  # puts of rows after which the layout is not detected any more
@@ -29,8 +29,6 @@ _MOST_STREAMS, _LEAST_STREAMS = 256, 4
 _STREAM_BYTES = 3_000_000  # newest stacks of all streams
 _MAX_EXCESS = 1.3  # words of all segments, relative to those that live rows need
 _MOST_COPIED = 4  # segments that are copied after a put
-_SEGMENT_SHARE = 12  # a segment takes at most so much of max_bytes
-_STREAM_SHARE = 8  # and the newest stacks so much
 
 Array = npt.NDArray[Any]
 
@@ -44,7 +42,6 @@ class FrameTable:
     :param n_rows: Number of rows.
     :param observation: Form of the images, and how to store them.
     :param folder: Existing folder for the segments, or None for memory.
-    :param max_bytes: Limit that the caller will keep, which makes segments smaller; or None.
     :param settings: Settings of the table that left its segments in the folder, or None for a new table.
     :ivar locations: Location of each row, as a file that the caller has mapped; None in memory.
     :ivar fixed_layout: Whether the layout that the first put detects is final.
@@ -67,10 +64,9 @@ class FrameTable:
         observation: Observation,
         *,
         folder: Path | None = None,
-        max_bytes: int | None = None,
         settings: list[Any] | None = None,
     ) -> None:
-        self._n_rows, self._folder, self._max_bytes = n_rows, folder, max_bytes
+        self._n_rows, self._folder = n_rows, folder
         self.part = StoredPart(None, observation, 1)
         self.fixed_layout = folder is not None
         self._seen = 0  # rows that were put
@@ -86,23 +82,16 @@ class FrameTable:
         self._use(self._new_log())
 
     def _new_log(self) -> FrameLog:
-        """Create an empty log for the current layout."""
         load_kernels(int(self.part.max_error > 0))
         layout, part = self.part.layout, self.part
         padded = -(-layout.frame_bytes // PADDING) * PADDING
         n_bytes = (layout.n_stack + 1 + part.column.max_error) * padded
         n_bytes += layout.stack_bytes if part.order == INTERLEAVED else 0
         n_streams = max(min(_STREAM_BYTES // n_bytes, _MOST_STREAMS), _LEAST_STREAMS)
-        if self._max_bytes is not None:
-            n_streams = max(min(n_streams, self._max_bytes // _STREAM_SHARE // n_bytes), 1)
         self._stream_bytes = n_bytes
-        log = FrameLog(self._n_rows, 1, [part.column], folder=self._folder, n_streams=n_streams)
-        if self._max_bytes is not None:
-            log.most_words = min(log.most_words, max(self._max_bytes // 4 // _SEGMENT_SHARE, log.record_words))
-        return log
+        return FrameLog(self._n_rows, 1, [part.column], folder=self._folder, n_streams=n_streams)
 
     def _use(self, log: FrameLog) -> None:
-        """Use a log from now on."""
         self.log = log
         self._pairs = log.pairs[:, 0, 0]
         if self.part.order == INTERLEAVED:
@@ -158,10 +147,9 @@ class FrameTable:
                 self._detect_again(has_next)
 
     def _push(self, log: FrameLog, rows: Array, stacks: Array, nexts: Array) -> None:
-        """Write rows to a log."""
         order, size, state = self.part.order, self.part.layout.stack_bytes, log.state
         begin, next_begin = address_of(stacks), address_of(nexts)
-        first, uses, encoder, n_new = self._first, log.uses, self.part.encoder, 0
+        first, uses, n_new = self._first, log.uses, 0
         places: Any = range(len(rows))
         if self._is_shuffled and len(rows) > 1 and nexts is not stacks:
             places = order_by_successors(stacks, nexts)
@@ -170,34 +158,17 @@ class FrameTable:
             obs, next_obs = begin + place * size, next_begin + place * size
             log.set_inputs(0, obs, order, next_obs, order)
             n_new += find_stream(state, first, uses)
-            if encoder is None:
-                log.push(row=int(rows[place]))
-            else:
-                log.push_encoded({0: encoder.encode}, row=int(rows[place]))
+            log.push(row=int(rows[place]))
         self._is_shuffled |= n_new > _MOST_NEW * len(rows)
 
     def clear(self, start: int = 0) -> None:
         """Drop all rows from a number on."""
         self._pairs[start : self._n_touched] = 0
         if not start:
-            self.log.close()  # so that it can be freed
+            self.log.close_segment()  # so that it can be freed
         if self._shared is None:  # other processes write to any row
             self._n_touched = min(start, self._n_touched)
         self.log.count_live()
-
-    def move(self, rows: Array) -> None:
-        """Drop all rows except these, which become the first ones in this order."""
-        pairs = self._pairs[rows]
-        self._pairs[: self._n_touched] = 0
-        self._n_touched = len(rows)
-        if self._folder is None:
-            self._pairs[: len(rows)] = pairs
-            if not self.log.state[fields.USED_WORDS] or not len(rows):
-                self.log.close()  # so that it can be copied or freed
-            self.log.count_live()
-        else:  # in files, a row changes by a record
-            self._copy(pairs, np.arange(len(rows)))
-            self.log.count_live()
 
     def copy(self, sources: Array, targets: Array) -> None:
         """Replace rows by copies of others."""
@@ -212,7 +183,7 @@ class FrameTable:
         """Write copies of the entries of pairs, and let rows refer to them."""
         log, slots = self.log, pairs >> 23 >> self._shift
         if log.limit and (slots[pairs != 0] == log.limit >> self._shift).any():
-            log.close()
+            log.close_segment()
         log.keeps_dead = True
         try:
             for slot in np.unique(slots[pairs != 0]).tolist():
@@ -245,11 +216,7 @@ class FrameTable:
         :return: Which rows are found as they were written last, shape ``(n_rows,)``.
         :raises CorruptFileError: If a file is damaged.
         """
-        if not self.log.replay_all():
-            raise CorruptFileError(
-                f"{self._folder} is damaged: a record does not match its checksum or the others. Restore the folder "
-                "from a copy, or pass another storage_dir"
-            )
+        self.log.recover()
         found = np.flatnonzero(self._pairs)
         self._n_touched = int(found[-1]) + 1 if len(found) else 0
         assert self.locations is not None
@@ -258,7 +225,7 @@ class FrameTable:
 
     def close(self) -> None:
         """Close the open segment, so that its file takes no more space than needed."""
-        self.log.close()
+        self.log.close_segment()
 
     def compact(self) -> None:
         """Copy rows out of the segments that contain the fewest live ones, until the excess is permitted."""
@@ -271,9 +238,9 @@ class FrameTable:
             worst = int(np.argmin(shares))
             if words.sum() <= _MAX_EXCESS * (shares * words).sum() or shares[worst] * _MAX_EXCESS > 1:
                 return
-            rows = np.empty(int(live[worst]), dtype=np.int64)
-            find_rows(log.state, int(slots[worst]), self._n_touched, rows)
-            self._copy(self._pairs[rows], rows)
+            pairs = self._pairs[: self._n_touched]
+            rows = np.flatnonzero((pairs != 0) & (pairs >> 23 >> self._shift == slots[worst]))
+            self._copy(pairs[rows], rows)
 
     # Layout
 
@@ -286,7 +253,7 @@ class FrameTable:
                 self._use(self._new_log())
                 if self._shared is not None:
                     self._attach(self._shared)
-                    self._shared_layout[:] = self._layout
+                    self._shared_layout[:] = self.part.settings
 
     def _detect_again(self, has_next: bool) -> None:
         """Detect the layout again, and store all rows again if another one is better."""
@@ -311,7 +278,7 @@ class FrameTable:
             self._use(self._new_log())
             for some in np.split(rows, range(_COPY_BATCH, len(rows), _COPY_BATCH)):
                 stacks, nexts = np.empty((2, len(some), *part.layout.shape), part.layout.dtype)
-                self._decode(old, some, stacks, nexts)
+                old.decode(0, some, np.zeros_like(some), stacks, nexts)
                 self._push(self.log, some, stacks, nexts)
         except BaseException:
             part.restore(before)
@@ -328,18 +295,11 @@ class FrameTable:
         :param nexts: The same for the next observations.
         :param num_threads: Threads to decode in; default 1.
         """
-        self._decode(self.log, rows, stacks, nexts, num_threads)
-
-    def _decode(
-        self, log: FrameLog, rows: Array, stacks: Array | None, nexts: Array | None, num_threads: int = 1
-    ) -> None:
-        """Decode rows of a log with the present layout."""
-        envs = np.zeros(len(rows), dtype=np.int64)
-        decode_batch(log, 0, self.part, rows, envs, stacks, nexts, num_threads=num_threads)
+        self.log.decode(0, rows, np.zeros_like(rows), stacks, nexts, num_threads=num_threads)
 
     def handles(self, rows: Array) -> tuple[Array, Array]:
         """Return handles of observations and next observations, for :meth:`GpuDecoder.decode`."""
-        return self.log.find_handles(0, rows, np.zeros(len(rows), dtype=np.int64))
+        return self.log.find_handles(0, rows, np.zeros_like(rows))
 
     # State
 
@@ -379,27 +339,18 @@ class FrameTable:
         self._shared = self.log.share((max(size for size, _ in sizes), max(size for _, size in sizes)))
         self._layout_memory = MemoryFile(24)
         (self._shared_layout,) = self._layout_memory.arrays(((3,), np.int64))
-        self._shared_layout[:] = self._layout
+        self._shared_layout[:] = self.part.settings
         self._use(self.log)
         self.fixed_layout, self._n_touched = True, self._n_rows
 
-    @property
-    def _layout(self) -> tuple[int, int, int]:
-        """Layout as numbers."""
-        layout = self.part.layout
-        return layout.n_stack, layout.axis, int(self.part.waits)
-
     def _attach(self, shared: SharedLog) -> None:
-        """Use the memory that another process has shared."""
         self.log.attach(shared)
         self._use(self.log)
 
     def load(self) -> None:
         """Use what other processes have written."""
-        if tuple(self._shared_layout) != self._layout:  # another process has detected it
-            shape, dtype, *_ = self.part.settings
-            n_stack, axis, waits = self._shared_layout.tolist()
-            self.part.restore([shape, dtype, n_stack, axis, bool(waits)])
+        if self._shared_layout.tolist() != self.part.settings:  # another process has detected it
+            self.part.restore(self._shared_layout.tolist())
             self._use(self._new_log())
             assert self._shared is not None
             self._attach(self._shared)
@@ -413,7 +364,6 @@ class FrameTable:
         """Repair the table after a process was killed while it wrote rows, each of which is the old or the new one."""
         self.load()
         self.log.repair()
-        self.log.save()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a process that shares the table."""

@@ -7,21 +7,17 @@ import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core._system import PAGE
-from rl_ext_core.errors import OutOfMemoryError, StorageError
+from rl_ext_core import _system
+from rl_ext_core.errors import CorruptFileError, OutOfMemoryError, StorageError
 from rl_ext_core.resources import NO_SPACE, write_problem
 
 _Pointer = ctypes.c_size_t
 _HEADER = object.__basicsize__
-
-
-def round_to_pages(n_bytes: int) -> int:
-    """Round a number of bytes up to whole pages."""
-    return -(-n_bytes // PAGE) * PAGE
 
 
 def address_of(array: npt.NDArray[np.generic]) -> int:
@@ -55,6 +51,28 @@ def as_storage_error(path: Path, *, doing: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise storage_error(path, error, doing=doing) from error
+
+
+def map_file(path: Path, n_bytes: int, *, allocate: bool = True) -> Any:
+    """Map a file to memory. A file that does not exist is created, with zeros.
+
+    :param allocate: Whether to allocate its disk space. A write to a file without it may kill the process.
+    :return: Object with the buffer protocol, which keeps the file mapped while it is referenced.
+    :raises StorageError: If the disk is full, or the file cannot be opened.
+    """
+    with as_storage_error(path, doing="write" if allocate else "open"):
+        descriptor = _system.open_file(path)
+        try:
+            if allocate:
+                _system.allocate_file_space(descriptor, 0, n_bytes)
+            return _system.map_whole_file(descriptor, n_bytes)
+        finally:
+            os.close(descriptor)
+
+
+def damaged_folder_error(problem: str) -> CorruptFileError:
+    """Create the error for a storage_dir of which files are damaged or missing."""
+    return CorruptFileError(f"{problem}. Restore the folder from a copy, or pass another storage_dir")
 
 
 def out_of_memory_error(n_bytes: int) -> OutOfMemoryError:

@@ -172,7 +172,6 @@ class Plan:
         return rows[name]
 
     def _cells(self, row: PlanRow) -> tuple[str, ...]:
-        """Return the cells of a row of the table."""
         size, fits = format_bytes(row.bytes_a_transition), {None: "?", True: "yes", False: "NO"}[row.fits]
         if row.range is not None:
             low, high = row.range
@@ -298,7 +297,6 @@ def plan(
 
 
 def _format_options(options: Mapping[str, Any]) -> str:
-    """Return the name of a row with these options."""
     return ", ".join([options["codec"], *(f"{key}={value}" for key, value in options.items() if key != "codec")])
 
 
@@ -367,8 +365,10 @@ def _measure_env(
         row_bytes = _ROW_BYTES - 8 + action.size * (4 if action.dtype.kind == "f" else 8)
         n_bytes = int(np.prod(frame)) * space.dtype.itemsize
         steps = steps or max(min(_STEPS, _MOST_BYTES // n_bytes), _LEAST_STEPS)
-        played = itertools.islice(_play_transitions(env, times, axis, seed), steps)
-        layout, sizes = measure_transitions(played, steps, n_stack=times if times > 1 else n_stack)
+        played = itertools.islice(_play_transitions(env, seed), steps)
+        layout, sizes = measure_transitions(played, steps, n_stack=n_stack if times == 1 else 1)
+        if times > 1:  # a stack takes no more than its newest frame, because the others are stored already
+            layout = StackLayout(stacked, layout.dtype, times, axis)
     return layout, stacked, f"{source}, {steps} steps of a random policy", row_bytes, sizes
 
 
@@ -410,35 +410,28 @@ def _channel_first(image: _Array) -> _Array:
     return np.ascontiguousarray(np.moveaxis(image, -1, 0) if is_last else image)
 
 
-def _play_transitions(env: Any, n_stack: int, axis: int, seed: int) -> _Transitions:
-    """Generate pairs of successive observations of a random policy, of which each is a stack of frames.
+def _play_transitions(env: Any, seed: int) -> _Transitions:
+    """Generate pairs of successive observations of a random policy."""
+    space = env.observation_space
 
-    A new episode begins with frames of zeros, as in ``VecFrameStack``.
-    """
-    space, frames = env.observation_space, []
-
-    def stack(observation: Any) -> _Array:
-        """Check an observation's shape, and return the stack that ends with it."""
-        frame = np.array(observation)  # a copy, because environments may overwrite theirs
-        if frame.shape != space.shape:
+    def check(observation: Any) -> _Array:
+        """Return a copy of an observation, because environments may overwrite theirs; raise if its shape is wrong."""
+        found = np.array(observation)
+        if found.shape != space.shape:
             raise EnvironmentOutputError(
-                f"env returned an observation of shape {frame.shape}, but its observation_space has shape "
+                f"env returned an observation of shape {found.shape}, but its observation_space has shape "
                 f"{space.shape}; fix the environment"
             )
-        frames.append(frame.astype(space.dtype, copy=False))
-        del frames[:-n_stack]
-        padding = [np.zeros_like(frame)] * (n_stack - len(frames))
-        return np.concatenate([*padding, *frames], axis)
+        return found.astype(space.dtype, copy=False)
 
     env.action_space.seed(seed)
-    after = stack(env.reset(seed=seed)[0])
+    after = check(env.reset(seed=seed)[0])
     while True:
         observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
-        before, after = after, stack(observation)
+        before, after = after, check(observation)
         yield before, after
         if terminated or truncated:
-            frames.clear()
-            after = stack(env.reset()[0])
+            after = check(env.reset()[0])
 
 
 MEASURED_AFTER = 4096  # transitions per environment

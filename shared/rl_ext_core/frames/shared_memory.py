@@ -22,18 +22,18 @@ class MemoryFile:
     """Memory of zeros that child processes share, to which this object is sent when they are started.
 
     :param n_bytes: Size in bytes. A page takes memory once it was written to.
+    :param sent: Descriptor that another process has sent, or None to create the memory.
     :ivar descriptor: Descriptor of a file in memory.
     """
 
-    def __init__(self, n_bytes: int) -> None:
-        descriptor, _ = _system.new_memory_file("rl-ext-frames")
-        os.ftruncate(descriptor, n_bytes)
-        self._open(descriptor)
-
-    def _open(self, descriptor: int) -> None:
-        """Use a file in memory."""
-        self.descriptor, self.n_bytes = descriptor, os.fstat(descriptor).st_size
-        self._close = weakref.finalize(self, os.close, descriptor)
+    def __init__(self, n_bytes: int, sent: Any = None) -> None:
+        if sent is None:
+            self.descriptor, _ = _system.new_memory_file("rl-ext-frames")
+            os.ftruncate(self.descriptor, n_bytes)
+        else:
+            self.descriptor = sent.detach()
+        self.n_bytes = n_bytes
+        self._close = weakref.finalize(self, os.close, self.descriptor)
         self._close.atexit = False  # because threads may use it until the process ends
 
     def map(self, offset: int, n_bytes: int) -> Any:
@@ -56,20 +56,13 @@ class MemoryFile:
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        return _open_memory, (_system.picklable_descriptor(self.descriptor),)
+        return MemoryFile, (self.n_bytes, _system.picklable_descriptor(self.descriptor))
 
 
 def count_bytes(*forms: tuple[tuple[int, ...], npt.DTypeLike]) -> int:
     """Return the size of a :class:`MemoryFile` for arrays of these shapes and dtypes."""
     sizes = (int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in forms)
     return sum(max(-(-size // _ALIGNMENT), 1) * _ALIGNMENT for size in sizes)
-
-
-def _open_memory(descriptor: Any) -> MemoryFile:
-    """Unpickle shared memory in a child process."""
-    memory = MemoryFile.__new__(MemoryFile)
-    memory._open(descriptor.detach())
-    return memory
 
 
 _locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
@@ -82,26 +75,23 @@ class ProcessLock:
 
     A forked process must not use the lock, because it shares the description of its parent.
 
+    :param memory: Memory of the lock of another process, or None for a new lock.
     :ivar recover: Called with the process ID of a holder that was killed, whose data may be incomplete; or None.
     :ivar on_enter: Called after the lock was acquired, and after ``recover``; or None.
     :ivar on_exit: Called before the lock is released; or None.
     """
 
-    def __init__(self) -> None:
-        self._open(MemoryFile(_system.PAGE))
-
-    def _open(self, memory: MemoryFile) -> None:
-        """Set the attributes, for a lock on shared memory."""
+    def __init__(self, memory: MemoryFile | None = None) -> None:
         self.recover: Callable[[int], None] | None = None
         self.on_enter: Callable[[], None] | None = None
         self.on_exit: Callable[[], None] | None = None
-        self._memory = memory
-        self._holder = memory.arrays(((1,), np.int64))[0].data
+        self._memory = MemoryFile(_system.PAGE) if memory is None else memory
+        self._holder = self._memory.arrays(((1,), np.int64))[0].data
         self._threads = threading.RLock()
         self._depth = 0
         self._pid = os.getpid()
         try:
-            self._descriptor = _system.reopen_for_locking(memory.descriptor)
+            self._descriptor = _system.reopen_for_locking(self._memory.descriptor)
         except OSError as error:
             raise StorageError(
                 f"cannot open {error.filename}: {error.strerror}. Processes share memory through /proc: mount it"
@@ -156,14 +146,7 @@ class ProcessLock:
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        return _open_lock, (self._memory,)
-
-
-def _open_lock(memory: MemoryFile) -> ProcessLock:
-    """Unpickle a lock in a child process."""
-    lock = ProcessLock.__new__(ProcessLock)
-    lock._open(memory)
-    return lock
+        return ProcessLock, (self._memory,)
 
 
 def _close_in_child() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
-import ctypes
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from operator import index
@@ -22,11 +19,10 @@ from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import FORMAT, checksum, format_error, reduce_with_lock
-from rl_ext_core.frames.codecs import DEFAULT_QUALITY, JpegCodec, check_codec, check_numba, validate_max_error
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, JpegCodec, check_codec, check_numba
 from rl_ext_core.frames.layout import INTERLEAVED, PLANAR, StackLayout, candidate_layouts, find_layout
 from rl_ext_core.frames.log_folder import MANIFEST, LogFolder, as_corrupt_file
 from rl_ext_core.frames.memory import address_of
-from rl_ext_core.frames.threads import run_in_threads
 
 if TYPE_CHECKING:
     from rl_ext_core.frames.log import Column, FrameLog  # loads numba
@@ -40,7 +36,6 @@ _SEGMENT_SHARE = 12  # a segment takes at most so much of max_bytes
 _SMALL_FRAME = 512  # bytes
 
 _logger = logging.getLogger("rl_ext_core.frames")
-_open_stores: weakref.WeakSet[FrameStore] = weakref.WeakSet()
 _NO_ENVS = np.zeros(0, dtype=np.int64)
 
 Array = npt.NDArray[Any]
@@ -55,7 +50,6 @@ class Observation(NamedTuple):
     :ivar n_stack: Frames per stack, or None to detect it.
     :ivar max_error: Largest error per byte; 0 is exact.
     :ivar quality: JPEG quality, 1 to 100.
-    :ivar axis: Stacking axis, or None to derive it.
 
     >>> import numpy as np
     >>> from rl_ext_core.frames.store import Observation
@@ -69,7 +63,6 @@ class Observation(NamedTuple):
     n_stack: int | None = None
     max_error: int = 0
     quality: int = DEFAULT_QUALITY
-    axis: int | None = None
 
 
 Converter = Callable[[Any, str], Array]
@@ -107,7 +100,7 @@ def load_kernels(max_error: int = 0) -> None:
         run_pending_handlers()
     place = np.zeros(1, dtype=np.int64)
     log.contains(place, place)
-    log.decode(0, place, place, 0, 1, address_of(stacks), address_of(stacks[1:]))
+    log.decode(0, place, place, stacks[:1], stacks[1:])
 
 
 class RecoveryReport(NamedTuple):
@@ -143,18 +136,14 @@ class StoredPart:
     def __init__(self, key: Any, options: Observation, n_envs: int, *, others_detect: bool = False) -> None:
         dtype = np.dtype(options.dtype)
         self.key, self.options, self.n_envs = key, options._replace(dtype=dtype), n_envs
-        given = options.n_stack
-        layouts = list(candidate_layouts(options.shape, dtype, n_stack=given))
-        if options.axis is not None and given is not None:
-            layouts = [StackLayout(options.shape, dtype, given, options.axis)]
-        check_codec(options.codec, quality=options.quality)
+        layouts = list(candidate_layouts(options.shape, dtype, n_stack=options.n_stack))
+        self.max_error = check_codec(options.codec, quality=options.quality, max_error=options.max_error, dtype=dtype)
         self.is_jpeg = options.codec == "jpeg"
-        self.max_error = validate_max_error(options.max_error, codec=options.codec, dtype=dtype)
         self.candidates = layouts
         self._lossy_layouts = [layout for layout in layouts if not self.is_jpeg or self._has_images(layout)]
         if not self._lossy_layouts:
             JpegCodec(layouts[-1], options.quality)  # raises
-        self.detects = given is None
+        self.detects = options.n_stack is None
         # Until all layouts are known, a permitted loss is not used, because storing frames twice would add to it.
         self.is_lossy = self.is_jpeg or self.max_error > 0
         self.waits = self.is_lossy and (self.detects or others_detect)
@@ -216,25 +205,24 @@ class StoredPart:
         from rl_ext_core.frames.log import Column
 
         is_waiting, patches = self.waits and self.max_error > 0, self.options.codec != "raw"
-        bound, is_encoded = 0 if self.waits else self.max_error, self.encoder is not None
-        return Column(self.layout, bound, patches=patches, is_waiting=is_waiting, is_encoded=is_encoded)
+        bound = 0 if self.waits else self.max_error
+        return Column(self.layout, bound, patches=patches, is_waiting=is_waiting, encoder=self.encoder)
 
     @property
     def settings(self) -> list[Any]:
         """Plain values that determine how frames are stored, for :meth:`restore`."""
-        layout = self.layout
-        return [list(map(int, layout.shape)), layout.dtype.str, int(layout.n_stack), int(layout.axis), self.waits]
+        return [int(self.layout.n_stack), int(self.layout.axis), self.waits]
 
     def restore(self, settings: list[Any]) -> None:
         """Use the layout of a store that was opened or loaded.
 
         :raises CorruptFileError: If the observations cannot have this layout.
         """
-        shape, dtype, n_stack, axis, self.waits = settings
-        layout = StackLayout(self.layout.shape, self.layout.dtype, index(n_stack), axis)
-        if [*shape] != [*layout.shape] or dtype != layout.dtype.str or axis not in (0, len(shape) - 1):
-            raise CorruptFileError(f"settings={settings} do not fit observations of shape {layout.shape}")
-        self.set_layout(layout)
+        n_stack, axis, waits = settings
+        shape, self.waits = self.layout.shape, bool(waits)
+        if axis not in (0, len(shape) - 1):
+            raise CorruptFileError(f"settings={settings} do not fit observations of shape {shape}")
+        self.set_layout(StackLayout(shape, self.layout.dtype, index(n_stack), axis))
 
     def prepare(self, stacks: Any, name: str) -> tuple[Array, int]:
         """Check a batch of stacks, and copy it if the kernels cannot read its memory order.
@@ -346,7 +334,7 @@ class FrameStore:
         self.recovered, self.seen, self._folder = None, 0, None
         self._data: Array | None = None
         if storage_dir is None:
-            self._set_log(self._new_log())
+            self._log = self._new_log()
             return
         self._folder = LogFolder(storage_dir, self._options)
         try:
@@ -354,7 +342,6 @@ class FrameStore:
         except BaseException:
             self._folder.abandon()
             raise
-        _open_stores.add(self)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -397,31 +384,17 @@ class FrameStore:
             log.most_words = min(log.most_words, max(self.max_bytes // 4 // _SEGMENT_SHARE, log.record_words))
         return log
 
-    def _set_log(self, log: FrameLog) -> None:
-        """Use a log from now on."""
-        self._log, self._encoders = log, self._new_encoders()
-
-    def _new_encoders(self) -> dict[int, Callable[[Array], bytes]]:
-        """Return functions that encode the frames of the present layouts, by column."""
-        parts = enumerate(self.parts.values())
-        return {number: part.encoder.encode for number, part in parts if part.encoder is not None}
-
     def _open_folder(self, folder: LogFolder, *, resume: bool) -> None:
         """Create the log in an empty folder, or resume the one in it."""
         if folder.settings is None:
-            self._set_log(self._new_log(folder.segments(new=True)))
+            self._log = self._new_log(folder.segments(new=True))
             folder.use(self._settings)
             return
         with as_corrupt_file(f"{folder.path / MANIFEST} is"):
             for part, settings in zip(self.parts.values(), folder.settings["parts"], strict=True):
                 part.restore(settings)
-        self._set_log(self._new_log(folder.segments()))
-        try:
-            self._log.recover()
-        except CorruptFileError as error:
-            raise CorruptFileError(
-                f"{error}. Restore {str(folder.path)!r} from a copy, or pass another storage_dir"
-            ) from error
+        self._log = self._new_log(folder.segments())
+        self._log.recover()
         if self.size and not resume:
             raise InvalidArgumentError(
                 f"storage_dir={str(folder.path)!r} contains {self.size:,} rows of an earlier buffer, expected an empty "
@@ -532,10 +505,7 @@ class FrameStore:
             if data is not self._data:
                 self._check_data(data)
             address = 0 if data is None else address_of(data)
-            if self._encoders:
-                log.push_encoded(self._encoders, data=address)
-            else:
-                log.push(data=address)
+            log.push(data=address)
             if self.max_bytes is not None:
                 self._enforce_max_bytes()
             self.seen += 1
@@ -543,7 +513,6 @@ class FrameStore:
                 self._update_layouts()
 
     def _check_data(self, data: Array | None) -> None:
-        """Raise unless the data of a row has the right form."""
         if data is not None and not (
             data.dtype == self.row_dtype and data.size == 1 and data.flags.c_contiguous and data.dtype.itemsize
         ):
@@ -635,7 +604,6 @@ class FrameStore:
             raise StorageError(f"{old.folder} was moved or replaced")
         new = self._new_log(None if folder is None else folder.segments(new=True), old.rows)
         new.n_records = old.n_records - self.size
-        encoders = self._new_encoders()
         for start in range(0, self.size, _COPY_BATCH):
             rows = np.arange(start, min(start + _COPY_BATCH, self.size))
             batches = [self._read_rows(number, part, rows) for number, part in enumerate(self.parts.values())]
@@ -643,20 +611,16 @@ class FrameStore:
                 for number, (part, both) in enumerate(zip(self.parts.values(), batches, strict=True)):
                     obs, next_obs = (batch[i * self.n_envs :] for batch in both)
                     new.set_inputs(number, address_of(obs), part.order, address_of(next_obs), part.order)
-                data = address_of(old.rows[row:])
-                if encoders:
-                    new.push_encoded(encoders, data=data)
-                else:
-                    new.push(data=data)
+                new.push(data=address_of(old.rows[row:]))
         if folder is not None:
             folder.use(self._settings)
-        self._set_log(new)
+        self._log = new
 
     def _read_rows(self, number: int, part: StoredPart, rows: Array) -> tuple[Array, Array]:
         """Return observations and next observations of all environments, row by row."""
         grid = np.repeat(rows, self.n_envs), np.tile(np.arange(self.n_envs), len(rows))
         before, after = (np.empty((len(grid[0]), *part.layout.shape), part.layout.dtype) for _ in range(2))
-        decode_batch(self._log, number, part, *grid, before, after)
+        self._log.decode(number, *grid, before, after)
         return before, after
 
     # Reading
@@ -686,7 +650,7 @@ class FrameStore:
                     if out is not None:
                         part.check_output(out, len(rows))
                 if not (outs[0] is outs[1] is None):
-                    decode_batch(self._log, number, part, rows, envs, *outs, num_threads=num_threads)
+                    self._log.decode(number, rows, envs, *outs, num_threads=num_threads)
 
     def _check_places(self, rows: Array, envs: Array) -> tuple[Array, Array]:
         """Return rows and environments for the kernels; raise if one does not exist."""
@@ -700,19 +664,18 @@ class FrameStore:
             f"{self.capacity - 1} and envs from 0 to {self.n_envs - 1}"
         )
 
-    def handles(self, rows: Array, envs: Array) -> Any:
+    def handles(self, rows: Array, envs: Array) -> dict[Any, tuple[Array, Array]]:
         """Return handles of transitions for :meth:`get_stacks`. They are valid until the store changes.
 
         Equal handles refer to the same stored frames.
 
         :param rows, envs: As for :meth:`get`.
-        :return: Handles of the observations and of the next observations, ``int64`` of shape ``(batch,)``. A row
-            without a transition has handle 0. For ``Dict`` observations, a dict of both by key.
+        :return: Handles of the observations and of the next observations, ``int64`` of shape ``(batch,)``, by key. A
+            row without a transition has handle 0.
         """
         with self.lock:
             rows, envs = self._check_places(rows, envs)
-            found = {key: self._log.find_handles(number, rows, envs) for number, key in enumerate(self.parts)}
-            return found[None] if self._single is not None else found
+            return {key: self._log.find_handles(number, rows, envs) for number, key in enumerate(self.parts)}
 
     def get_stacks(self, handles: Array, observations: Array, *, key: Any = None, num_threads: int = 1) -> None:
         """Decode observations by their handles. Handle 0 gives zeros.
@@ -726,7 +689,7 @@ class FrameStore:
             number, part = [*self.parts].index(key), self.parts[key]
             part.check_output(observations, len(handles))
             handles = np.ascontiguousarray(handles, dtype=np.int64)
-            decode_batch(self._log, number, part, handles, _NO_ENVS, None, observations, num_threads=num_threads)
+            self._log.decode(number, handles, _NO_ENVS, None, observations, num_threads=num_threads)
 
     # Dropping
 
@@ -770,14 +733,8 @@ class FrameStore:
         """
         if self._folder is not None and self._folder.close.alive:
             with self.lock:
-                self._log.close()
+                self._log.close_segment()
                 self._folder.close()
-                _open_stores.discard(self)
-
-    def __del__(self) -> None:
-        if getattr(self, "_folder", None) is not None and hasattr(self, "_log"):
-            with contextlib.suppress(Exception):
-                self.close()
 
     def __copy__(self) -> FrameStore:
         return copy.deepcopy(self)  # because two stores must not write to the same memory
@@ -821,75 +778,5 @@ class FrameStore:
                 part.restore(settings)
             log = self._new_log()
             log.restore(state["log"])
-        self._set_log(log)
+        self._log = log
         self.seen = self.size
-
-
-def decode_batch(
-    log: FrameLog,
-    number: int,
-    part: StoredPart,
-    rows: Array,
-    envs: Array,
-    observations: Array | None,
-    next_observations: Array | None,
-    *,
-    num_threads: int = 1,
-) -> None:
-    """Decode a batch of one column of a log, in several threads if it is large.
-
-    :param part: Observations of the column.
-    :param rows, envs: As for :meth:`FrameLog.decode`.
-    :param observations, next_observations: Outputs, or None.
-    :param num_threads: Threads to decode in.
-    """
-    outs = observations, next_observations
-    addresses, encoder = [0 if out is None else address_of(out) for out in outs], part.encoder
-
-    def decode_part(start: int, stop: int) -> None:
-        """Decode the transitions ``start`` to ``stop`` of the batch."""
-        entries = log.decode(number, rows, envs, start, stop, *addresses, opaque=encoder is not None)
-        if encoder is not None:
-            _decode_opaque(part.layout, encoder, entries, outs)
-
-    if num_threads == 1:
-        decode_part(0, len(rows))
-    else:
-        run_in_threads(decode_part, len(rows), num_threads=num_threads)
-
-
-def _decode_opaque(
-    layout: StackLayout, codec: JpegCodec, entries: Array, outs: tuple[Array | None, Array | None]
-) -> None:
-    """Decode the entries of a batch that a codec has encoded.
-
-    :param entries: Result of :meth:`FrameLog.decode`.
-    :param outs: Observations and next observations of the whole batch.
-    """
-    form: tuple[int, ...] = (layout.n_stack, layout.frame_bytes)
-    if not layout.planar and layout.n_stack > 1:
-        form = (layout.pixels, layout.n_stack, layout.frame_bytes // layout.pixels)
-    views = [None if out is None else out.reshape(len(out), -1).view(np.uint8).reshape(-1, *form) for out in outs]
-    decoded: dict[int, Array] = {}
-    for address, size, sample, side, place in entries.tolist():
-        frame = decoded.get(address)
-        if frame is None:
-            blob = memoryview((ctypes.c_char * size).from_address(address))
-            with as_corrupt_file("a stored image is"):
-                frame = decoded[address] = np.frombuffer(codec.decode(blob), np.uint8).reshape(layout.frame_bytes)
-        view = views[side]
-        assert view is not None
-        if len(form) == 2:
-            view[sample, place] = frame
-        else:
-            view[sample, :, place] = frame.reshape(layout.pixels, -1)
-
-
-def _close_stores() -> None:
-    """Close all stores that are open, at exit."""
-    for store in list(_open_stores):
-        with contextlib.suppress(Exception):
-            store.close()
-
-
-atexit.register(_close_stores)

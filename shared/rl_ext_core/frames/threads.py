@@ -39,7 +39,6 @@ def run_in_threads(work: Callable[[int, int], None], n_items: int, *, num_thread
     parts = itertools.count()  # next() on it is atomic under the GIL
 
     def process_parts() -> None:
-        """Call ``work`` for parts until none is left."""
         while (start := next(parts) * _PART) < n_items:
             work(start, min(start + _PART, n_items))
 

@@ -59,7 +59,7 @@ for shape, dtype, n_stack, axis in (
     layout = StackLayout(shape, np.dtype(dtype), n_stack, axis)
     for codec, bound in (("raw", 0), ("patch", 0), ("patch", 4)):
         bound *= dtype == "u1"
-        store = FrameStore(9, 2, Observation(shape, layout.dtype, codec, n_stack, bound, axis=axis))
+        store = FrameStore(9, 2, Observation(shape, layout.dtype, codec, n_stack, bound))
         plain = ReferenceStore(9, 2, layout)
         for step in make_transitions(layout, n_steps=25, contents="mixed", odd=0.1, transposed=0.3):
             plain.append(*step)

@@ -82,7 +82,7 @@ def test_handles_of_equal_observations_are_equal() -> None:
     store, plain = make_store(60, 2, GRAY), ReferenceStore(60, 2, GRAY)
     append_all((store, plain), make_transitions(GRAY, n_steps=100))
     rows, envs = np.repeat(np.arange(60), 2), np.tile(np.arange(2), 60)
-    handles, next_handles = store.handles(rows, envs)
+    handles, next_handles = store.handles(rows, envs)[None]
     for found, expected in ((handles, plain.observations), (next_handles, plain.next_observations)):
         out = np.empty((120, *GRAY.shape), GRAY.dtype)
         store.get_stacks(found, out)
@@ -90,7 +90,7 @@ def test_handles_of_equal_observations_are_equal() -> None:
     later = (rows + 1) % 60
     same = (plain.next_observations[rows, envs] == plain.observations[later, envs]).all((1, 2, 3))
     same &= later != store.position
-    following = store.handles(later, envs)[0]
+    following = store.handles(later, envs)[None][0]
     assert (next_handles[same] == following[same]).mean() > 0.9  # a segment between them has both
 
 
@@ -179,7 +179,7 @@ def test_folder_whose_oldest_segment_has_no_record_is_opened(tmp_path: Path) -> 
         store.close()
     oldest = min(int(path.stem) for path in (folder / "log-0000").glob("*.log"))
     assert oldest > 0
-    Segment(64, folder / "log-0000", oldest - 1)
+    Segment.create(64, folder / "log-0000", oldest - 1)
     for newest in (399, 400):
         store = open_store(folder, 150)
         assert (check(store), store.size) == (newest, 150)

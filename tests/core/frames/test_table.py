@@ -36,10 +36,7 @@ def test_rows_in_any_order_stay_as_they_were_first_read(options: Any, in_folder:
     if options.get("codec") == "jpeg":
         pytest.importorskip("simplejpeg")
     table = FrameTable(
-        N_ROWS,
-        Observation(SHAPE, np.uint8, n_stack=3, **options),
-        folder=tmp_path if in_folder else None,
-        max_bytes=None if in_folder else 400_000,  # short segments
+        N_ROWS, Observation(SHAPE, np.uint8, n_stack=3, **options), folder=tmp_path if in_folder else None
     )
     random, expected = np.random.default_rng(0), np.zeros((2, N_ROWS, *SHAPE), np.uint8)
     for seed in range(40):
@@ -57,11 +54,7 @@ def test_rows_in_any_order_stay_as_they_were_first_read(options: Any, in_folder:
     table.copy(np.array([7, 9]), np.array([8, 7]))
     expected[:, [8, 7]] = expected[:, [7, 9]]
     np.testing.assert_array_equal(read(table, np.arange(N_ROWS)), expected)
-    order = random.permutation(N_ROWS)[:100]
-    table.move(order)
-    np.testing.assert_array_equal(read(table, np.arange(100)), expected[:, order])
-    assert table.n_stored == 100
     if not in_folder:
         again = FrameTable(N_ROWS, Observation(SHAPE, np.uint8, n_stack=3, **options))
         again.restore(table.contents())
-        np.testing.assert_array_equal(read(again, np.arange(100)), expected[:, order])
+        np.testing.assert_array_equal(read(again, np.arange(N_ROWS)), expected)

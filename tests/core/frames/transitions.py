@@ -63,8 +63,8 @@ def make_store(
     **options: Any,
 ) -> FrameStore:
     """Create a store of one kind of observations, which detects the layout if it is adaptive."""
-    known = {} if is_adaptive else {"n_stack": layout.n_stack, "axis": layout.axis}
-    observation = Observation(layout.shape, layout.dtype, codec, max_error=max_error, **known)
+    n_stack = None if is_adaptive else layout.n_stack
+    observation = Observation(layout.shape, layout.dtype, codec, n_stack, max_error)
     return FrameStore(capacity, n_envs, observation, **options)
 
 
