@@ -225,8 +225,7 @@ class Observations:
         handles = self.store.handles(rows.ravel(), envs.ravel())
         equal = where.copy()
         for key, part in self.parts.items():
-            pair = handles[key] if isinstance(handles, dict) else handles
-            stacks, nexts = (found.reshape(rows.shape) for found in pair)
+            stacks, nexts = (found.reshape(rows.shape) for found in handles[key])
             sides = nexts[:, :-1], stacks[:, 1:]
             # Equal observations usually have equal handles. Only those that were stored twice are decoded.
             differ = equal & (sides[0] != sides[1])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,29 @@ def test_unrelated_images_that_were_overwritten_take_no_memory(keys: list[Any]) 
         assert torch.equal(storage[:][key][:], leaf[-100:])
     # The newest stacks of up to 256 streams are kept, so that the next ones can continue them.
     assert storage.nbytes < 1.3 * 100 * len(keys) * images["pixels"][0].nbytes + 3_000_000
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as_strided by images": lambda images: images.as_strided(
+        (4, *images.shape[1:]), images.stride(), 3 * images[0].numel()
+    ),
+    "as_strided within images": lambda images: images.as_strided((4, *images.shape[1:]), images.stride(), 7),
+    "reshape and transpose": lambda images: images[:12].view(3, 4, *images.shape[1:]).transpose(0, 1)[1:, ::2],
+    "expand": lambda images: images[5:6].expand(3, *images.shape[1:])[1:],
+    "unfold": lambda images: images.unfold(0, 3, 2),
+    "image axes": lambda images: images[2:].transpose(-1, -2),
+    "columns": lambda images: images[:, ..., 1:],
+    "movedim": lambda images: images.unsqueeze(1)[4:].movedim(0, 1).squeeze(0),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_views_of_images_equal_those_of_tensors(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    storage = FrameStorage(20)
+    storage.set(range(20), make_transitions(20))
+    images = storage[:]["pixels"]
+    found = view(images)
+    assert torch.equal(found.clone(), view(images.clone()))
 
 
 def test_views_are_refused_after_empty() -> None:

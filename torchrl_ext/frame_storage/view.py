@@ -84,8 +84,11 @@ class FrameView(torch.Tensor):
         if (after.shape[-n:], after.stride()[-n:]) != (before.shape[-n:], before.stride()[-n:]):
             return None
         numbers, size = self._numbers.contiguous(), math.prod(self._column.shape)
-        strides = [stride // size for stride in after.stride()[:-n]]
-        return numbers.as_strided(after.shape[:-n], strides, numbers.storage_offset() + after.storage_offset() // size)
+        steps = [*after.stride()[:-n], after.storage_offset()]
+        if any(step % size for step in steps):  # images that begin within others
+            return None
+        *strides, offset = (step // size for step in steps)
+        return numbers.as_strided(after.shape[:-n], strides, numbers.storage_offset() + offset)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise _read_only_error()
