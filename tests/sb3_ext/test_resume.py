@@ -36,6 +36,7 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTy
 from sb3_ext import (
     CompressedDictReplayBuffer,
     CompressedHerReplayBuffer,
+    CompressedPrioritizedHerReplayBuffer,
     CompressedPrioritizedReplayBuffer,
     CompressedReplayBuffer,
     ResumeCallback,
@@ -158,6 +159,7 @@ CASES: dict[str, tuple[Any, str, Callable[[], gymnasium.Env], int, dict[str, Any
     "dqn_frozen_lake": (sb3.DQN, "MlpPolicy", made("FrozenLake-v1"), 2, OFF),
     "image": (*IMAGES, of_buffer(CompressedReplayBuffer, storage_dir="buffer")),
     "prioritized": (*IMAGES, of_buffer(CompressedPrioritizedReplayBuffer, storage_dir="buffer")),
+    "prioritized_her": (*GOALS, of_buffer(CompressedPrioritizedHerReplayBuffer, storage_dir="buffer")),
     "her_files": (*GOALS, of_buffer(CompressedHerReplayBuffer, storage_dir="buffer")),
     "dict_files": (*GOALS, of_buffer(CompressedDictReplayBuffer, storage_dir="buffer")),
     "her": (*GOALS, of_buffer(sb3.HerReplayBuffer)),
