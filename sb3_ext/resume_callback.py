@@ -60,7 +60,7 @@ from sb3_ext.vec_env import PoolVecEnv
 
 __all__ = ["ResumeCallback", "resume"]
 
-_FORMAT = "sb3_ext save 5"
+_FORMAT = "sb3_ext save 6"
 _MARKER, _MODEL, _BUFFER, _STATE = "save.json", "model.zip", "replay_buffer.pkl", "state.pkl"
 _STORAGE = "storage"  # copy of storage_dir
 _LOCK = "lock"
