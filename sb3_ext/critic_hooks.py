@@ -51,7 +51,8 @@ def register_critic(algorithm_class: type[OffPolicyAlgorithm], attribute: str | 
         ``train()`` weights the loss itself, by ``importance_weights``, and calls ``update_priorities()``
     :raises InvalidTypeError: If the class is not an off-policy algorithm that defines ``train()``.
 
-    >>>     >>> from sb3_ext import register_critic
+    >>> from stable_baselines3 import DQN
+    >>> from sb3_ext import register_critic
     >>> class DoubleDQN(DQN):
     ...     def train(self, gradient_steps, batch_size=100): ...
     >>> register_critic(DoubleDQN, "q_net")

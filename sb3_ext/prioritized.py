@@ -106,8 +106,9 @@ class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
         :param items: Numbers of transitions, ``row * n_envs + env``, int64, shape ``(n,)``
         :param priorities: Priorities, shape ``(n,)``, or one for all; 0 for transitions that must not be sampled
         """
-        # Weights are computed from the stored numbers, so that they can be restored.
-        priorities = np.float32(priorities)
+        # Weights are computed from arrays of the stored numbers, so that they can be restored. Powers of single numbers
+        # may differ from those of arrays in the last bit.
+        priorities = np.full(items.shape, priorities, np.float32)
         self._tree.set(items, self._weights_of(priorities))
         self.priorities.reshape(-1)[items] = priorities
 

@@ -60,7 +60,7 @@ from sb3_ext.vec_env import PoolVecEnv
 
 __all__ = ["ResumeCallback", "resume"]
 
-_FORMAT = "sb3_ext save 5"
+_FORMAT = "sb3_ext save 6"
 _MARKER, _MODEL, _BUFFER, _STATE = "save.json", "model.zip", "replay_buffer.pkl", "state.pkl"
 _STORAGE = "storage"  # copy of storage_dir
 _LOCK = "lock"
@@ -255,8 +255,8 @@ def resume(
             model.load_replay_buffer(save / _BUFFER, truncate_last_traj=False)
         else:
             vars(model.replay_buffer).update(state["storage"]["attributes"])
-            if (lengths := state["storage"]["lengths"]) is not None:
-                model.replay_buffer.ep_length[: len(lengths)] = lengths  # type: ignore[union-attr]
+            # Opening the folder has ended the running episodes of hindsight.
+            model.replay_buffer._allocate_arrays()  # type: ignore[union-attr]
     for present, tensor in zip(_lstm_states(model), state["lstm_states"], strict=True):
         present.copy_(tensor)
     if state["shares_action_space"]:  # from which environments of a DummyVecEnv may draw, too
@@ -672,11 +672,8 @@ def _storage_state(model: Any) -> dict[str, Any] | None:
     """Return what the files of a replay buffer do not contain; None if the buffer is in memory."""
     if _storage_dir(model) is None:
         return None
-    buffer = model.replay_buffer
-    attributes = {name: value for name, value in buffer._saved_attributes().items() if name not in ("device", "folder")}
-    # Opening the folder ends the running episodes of hindsight.
-    lengths = buffer.ep_length[: buffer._rows_written].copy() if hasattr(buffer, "ep_length") else None
-    return {"folder": os.fspath(_storage_dir(model)), "attributes": attributes, "lengths": lengths}
+    attributes = {name: value for name, value in model.replay_buffer._saved_attributes().items() if name != "device"}
+    return {"folder": os.fspath(_storage_dir(model)), "attributes": attributes}
 
 
 def _write_save(folder: pathlib.Path, model: Any, state: dict[str, Any]) -> None:

@@ -59,16 +59,17 @@ NAMES = {f"{package}.{name}": package for package in PACKAGES for name in import
 VALUES = {name: getattr(importlib.import_module(NAMES[name]), name.rpartition(".")[2]) for name in NAMES}
 # Exceptions have no example.
 CLASSES = {name: cls for name, cls in VALUES.items() if inspect.isclass(cls) and not issubclass(cls, Exception)}
+FUNCTIONS = {name: value for name, value in VALUES.items() if inspect.isfunction(value) and ">>>" in str(value.__doc__)}
 
 
 # PettingZoo has deprecated the way in which the example creates an environment.
 @pytest.mark.filterwarnings("ignore:The old environment creation API:DeprecationWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CLASSES)
-def test_docstring_example_of_a_class_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [*CLASSES, *FUNCTIONS])
+def test_docstring_example_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # logs of Stable Baselines3
     monkeypatch.setattr(tempfile, "tempdir", None)
-    examples = doctest.DocTestFinder(recurse=False).find(CLASSES[name], name, globs={})
+    examples = doctest.DocTestFinder(recurse=False).find(VALUES[name], name, globs={})
     assert examples, f"{name} has no example"
     for example in examples:
         printed: list[str] = []

@@ -22,7 +22,7 @@ from torchrl_ext.parallel.worker_env import split_transforms
 
 __all__ = ["EnvironmentState"]
 
-_FORMAT = "torchrl_ext environments 7"
+_FORMAT = "torchrl_ext environments 8"
 
 
 class EnvironmentState:

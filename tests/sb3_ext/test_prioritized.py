@@ -208,6 +208,15 @@ def test_transitions_overwritten_after_sample_keep_the_new_priority() -> None:
     assert (buffer.priorities[3] == np.float32(5 + 1e-6)).all()  # new ones get the largest
 
 
+def test_loaded_buffer_has_the_same_weights_for_any_largest_priority() -> None:
+    buffer = make_buffer(200)
+    for step in range(1, 100):
+        fill(buffer, 1)  # gets the largest priority so far
+        buffer.sample(1)
+        buffer.update_priorities([1 + step / 97])
+    assert np.array_equal(pickle.loads(pickle.dumps(buffer))._tree.weights, buffer._tree.weights)
+
+
 @pytest.mark.parametrize("options", [{}, {"max_bytes": 42_000}], ids=["ring", "max_bytes"])
 def test_only_stored_transitions_are_drawn(options: dict[str, Any]) -> None:
     buffer = make_buffer(600, n_envs=2, **options)

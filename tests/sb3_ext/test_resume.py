@@ -36,6 +36,7 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTy
 from sb3_ext import (
     CompressedDictReplayBuffer,
     CompressedHerReplayBuffer,
+    CompressedPrioritizedHerReplayBuffer,
     CompressedPrioritizedReplayBuffer,
     CompressedReplayBuffer,
     ResumeCallback,
@@ -158,6 +159,7 @@ CASES: dict[str, tuple[Any, str, Callable[[], gymnasium.Env], int, dict[str, Any
     "dqn_frozen_lake": (sb3.DQN, "MlpPolicy", made("FrozenLake-v1"), 2, OFF),
     "image": (*IMAGES, of_buffer(CompressedReplayBuffer, storage_dir="buffer")),
     "prioritized": (*IMAGES, of_buffer(CompressedPrioritizedReplayBuffer, storage_dir="buffer")),
+    "prioritized_her": (*GOALS, of_buffer(CompressedPrioritizedHerReplayBuffer, storage_dir="buffer")),
     "her_files": (*GOALS, of_buffer(CompressedHerReplayBuffer, storage_dir="buffer")),
     "dict_files": (*GOALS, of_buffer(CompressedDictReplayBuffer, storage_dir="buffer")),
     "her": (*GOALS, of_buffer(sb3.HerReplayBuffer)),
@@ -279,7 +281,10 @@ def test_wrappers_files_and_callbacks_continue(tmp_path: Path) -> None:
     stopped = build("b")
     whole = ppo(build("a")).learn(TOTAL, callback=whole_callbacks)
     with pytest.raises(KeyboardInterrupt):
-        ppo(stopped).learn(TOTAL, callback=[*callbacks("b"), StopAt(157)])
+        ppo(stopped).learn(TOTAL, callback=[*callbacks("b"), StopAt(97)])
+    stopped_again = build("b")
+    with pytest.raises(KeyboardInterrupt):
+        continue_to(TOTAL, resume(tmp_path / "saves_b", stopped_again), *callbacks("b"), StopAt(157))
     model = continue_to(TOTAL, resume(tmp_path / "saves_b", build("b")), *callbacks_after)
     assert_equal(state_of(whole), state_of(model))
     assert_equal(vars(whole.env.obs_rms), vars(model.env.obs_rms))
@@ -291,7 +296,7 @@ def test_wrappers_files_and_callbacks_continue(tmp_path: Path) -> None:
         without_times = [[line.rsplit(",", 1)[0] for line in part[1:]] for part in lines]
         assert without_times[0] == without_times[1]
         assert len(without_times[0]) > 3
-    for env in (whole.env, stopped, model.env):
+    for env in (whole.env, stopped, stopped_again, model.env):
         env.close()
 
 
@@ -354,8 +359,8 @@ def test_damaged_save_is_skipped(tmp_path: Path) -> None:
 def test_save_of_another_version_is_not_damaged(tmp_path: Path) -> None:
     ppo().learn(32, callback=ResumeCallback(tmp_path, 16))
     marker = max(tmp_path.iterdir()) / "save.json"
-    marker.write_text(marker.read_text().replace("sb3_ext save 5", "sb3_ext save 9"))
-    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 5'\. Use the version"):
+    marker.write_text(marker.read_text().replace("sb3_ext save 6", "sb3_ext save 9"))
+    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 6'\. Use the version"):
         resume(tmp_path, cartpoles())
 
 

@@ -37,13 +37,13 @@ class LayerState:
     :ivar description: see :func:`describe_layers`
     :ivar values: copies of the values in its attributes, by path
     :ivar construction: checksums of the values right after construction; None if they were not recorded
-    :ivar file: content and time of a monitor's file; None if there is none
+    :ivar file: content of a monitor's file; None if there is none
     """
 
     description: str
     values: dict[str, Value]
     construction: Digests | None
-    file: tuple[str, float] | None
+    file: str | None
 
 
 # Checksums of the values in living layers after construction.
@@ -152,6 +152,8 @@ def restore_layer(layer: Any, state: LayerState, links: Sequence[Any]) -> list[s
     values, before = state.values, state.construction
     # What construction has set otherwise belongs to the process: ports, folders and arguments.
     own = differing(before, _construction(layer)) - {path for path in values if values[path].kind == "generator"}
+    if state.file is not None:
+        own.discard("t_start")  # from which the times in a monitor's file count
     different = write_values(layer, values, links, kept=own)
     changed = differing(before, digests_of(values))
     _restore_results_file(layer, state.file)
@@ -191,20 +193,19 @@ def _all_layers(env: Any) -> list[Any]:
     return [layer for layer in layers if not any(hasattr(type(layer), name) for name in ("episode_log", "is_adapter"))]
 
 
-def _results_file(monitor: Any) -> tuple[str, float] | None:
-    """Return the content of the file that a monitor writes, and the origin of its times."""
+def _results_file(monitor: Any) -> str | None:
+    """Return the content of the file that a monitor writes."""
     file = _find_results_file(monitor)
     if file is None:
         return None
     file.flush()
-    return Path(os.path.abspath(file.name)).read_bytes().decode(), monitor.t_start
+    return Path(os.path.abspath(file.name)).read_bytes().decode()
 
 
-def _restore_results_file(monitor: Any, saved: tuple[str, float] | None) -> None:
-    """Replace the content of a monitor's file, and the origin of its times, by those of a save."""
+def _restore_results_file(monitor: Any, text: str | None) -> None:
+    """Replace the content of a monitor's file by that of a save."""
     file = _find_results_file(monitor)
-    if file is not None and saved is not None:
-        text, vars(monitor)["t_start"] = saved
+    if file is not None and text is not None:
         file.seek(0)
         file.truncate()
         file.write(text)
