@@ -34,7 +34,7 @@ from sb3_ext._tensor_vec_env import TensorRunningMeanStd, TensorVecNormalize
 
 __all__ = ["DataParallel"]
 
-# Settings that must be equal on all ranks, because the ranks take the same number of steps.
+# Settings that must be equal on all ranks, because the ranks take the same steps with the same averaged gradients.
 _SHARED = [
     "n_envs",
     "n_steps",
@@ -43,6 +43,9 @@ _SHARED = [
     "gradient_steps",
     "train_freq",
     "learning_starts",
+    "learning_rate",
+    "tau",
+    "target_update_interval",
     "policy_delay",
     "num_timesteps",
     "_n_updates",

@@ -123,14 +123,15 @@ def check_layers(env: Any) -> None:
     # A wrapper also has the attributes of the environment in it.
     returns_tensors = [vars(layer).get("tensors", getattr(type(layer), "tensors", False)) for layer in layers]
     on_tensors = any(returns_tensors)
-    for layer, is_on_tensors in zip(layers, returns_tensors, strict=True):
+    for layer in layers:
         if isinstance(layer, VecNormalize) and not isinstance(layer, TensorVecNormalize):
             raise InvalidTypeError(
                 f"{type(layer).__name__} works on arrays. Use sb3_ext.tensor.TensorVecNormalize(env), which has the "
                 "same arguments and reads the same files"
             )
+    for layer, is_on_tensors in zip(layers, returns_tensors, strict=True):
         if isinstance(layer, TensorVecEnv):
-            break  # it converts arrays, on which all wrappers work
+            break  # it converts arrays, on which all other wrappers work
         if on_tensors and not is_on_tensors:
             raise InvalidTypeError(
                 f"{type(layer).__name__} works on arrays, but the environment in it returns tensors. Leave it out "

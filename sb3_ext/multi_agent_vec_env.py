@@ -187,16 +187,15 @@ class MultiAgentVecEnv(CheckedVecEnv):
     def _process_step(self, env_index: int, result: Any, rewards: Any, dones: Any, infos: list[dict[str, Any]]) -> None:
         """Process the result of one environment's step, and reset the environment if it has ended."""
         observations, all_rewards, terminated, truncated, all_infos = check_result_length(result, STEP_RESULT)
-        agents = self.envs[env_index].agents
-        env_ended = all(terminated.get(agent, True) or truncated.get(agent, True) for agent in agents)
+        ended = {agent for flags in (terminated, truncated) for agent, flag in flags.items() if flag}
+        continuing = [agent for agent in self.envs[env_index].agents if agent in observations and agent not in ended]
+        env_ended = not continuing
         for row, agent in self._agent_rows(env_index):
             if not self._alive[row]:
                 infos[row]["agent_is_dead"] = True
-                ended = terminated.get(agent, False) or truncated.get(agent, False)
-                agent_joins = agent in observations and agent in agents and not ended and not env_ended
-                if env_ended or agent_joins:
+                if env_ended or agent in continuing:
                     dones[row], infos[row]["terminal_observation"] = True, self._copy_observations(row)
-                if agent_joins:
+                if agent in continuing:
                     self._write_observation(row, observations[agent])
                     self.reset_infos[row] = copy_output(dict(all_infos.get(agent, {})))
                     self._alive[row], self._returns[row], self._lengths[row] = True, 0, 0
@@ -212,10 +211,9 @@ class MultiAgentVecEnv(CheckedVecEnv):
             self._returns[row] += float(all_rewards[agent])
             self._lengths[row] += 1
             self._write_observation(row, observations[agent])
-            is_terminated = bool(terminated.get(agent, False))
-            if is_terminated or truncated.get(agent, False) or env_ended:
+            if agent in ended or env_ended:
                 info["terminal_observation"] = copy_output(observations[agent])
-                info["TimeLimit.truncated"] = not is_terminated
+                info["TimeLimit.truncated"] = not terminated.get(agent, False)
                 total, seconds = round(float(self._returns[row]), 6), round(time.time() - self._start_time, 6)
                 info["episode"] = {"r": total, "l": int(self._lengths[row]), "t": seconds}
                 dones[row], self._alive[row] = True, False

@@ -7,7 +7,7 @@
 
 The classes replace the code of Stable Baselines3 that handles arrays, and inherit the rest: losses, policies, options,
 callbacks, logs and files. With the same seed, their weights are those of Stable Baselines3, except for the order of
-additions. On the CPU, it differs in the statistics of ``TensorVecNormalize`` for more than 15 environments. On other
+additions. On the CPU, it differs in the statistics of ``TensorVecNormalize`` for more than 4 environments. On other
 devices, it also differs where a time limit ends episodes: their values are predicted at once, instead of one by one.
 
 ``env`` is a ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``, or an environment on arrays. A wrapper

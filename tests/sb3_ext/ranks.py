@@ -131,7 +131,7 @@ def main(task: str, folder: Path, rank: int) -> None:
         if task == "hang" and rank == 1:
             callback = freeze
         if task == "differ":
-            model.gamma = 0.9 + rank * 0.05
+            model.gamma, model.learning_rate = 0.9 - rank * 0.4, 1e-3 * (1 + rank)
         model.learn(100_000, callback=callback)
     torch.save(found, folder / f"{task}-{rank}.pt")
     dist.barrier()

@@ -77,7 +77,7 @@ def test_all_algorithms_share_weights_steps_statistics_and_logs(tmp_path: Path) 
     [
         ("raise", ["rank 1 raised ValueError: the simulator of this rank is broken", "ValueError: the simulator"]),
         ("hang", ["rank 1 was killed, or did not finish rollout 2 before the timeout", ""]),
-        ("differ", ["ranks 1 and 0 have gamma=0.95", "ranks 1 and 0 have gamma=0.95"]),
+        ("differ", ["ranks 1 and 0 have gamma=0.5 and 0.9, learning_rate=0.002 and 0.001: expected equal values"] * 2),
     ],
 )
 def test_errors_name_the_rank(task: str, expected: list[str], tmp_path: Path) -> None:

@@ -136,6 +136,32 @@ def test_agent_that_rejoins_starts_an_episode() -> None:
     env.close()
 
 
+class Relay(Race):
+    """Race in which ``runner_1`` joins when ``runner_0`` ends. Steps return no flags of agents that continue."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        observations, infos = super().reset(seed, options)
+        self.agents = ["runner_0"]
+        return {"runner_0": observations["runner_0"]}, infos
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, terminated, _, infos = super().step(actions)
+        if terminated.get("runner_0"):
+            self.agents.append("runner_1")
+            observations["runner_1"] = self._observe("runner_1")
+        return observations, rewards, {agent: True for agent, flag in terminated.items() if flag}, {}, infos
+
+
+def test_agents_without_flags_continue() -> None:
+    env = MultiAgentVecEnv([functools.partial(Relay, (2, 4))])
+    env.seed(0)
+    env.reset()
+    steps = [env.step(np.zeros(2, int)) for _ in range(4)]
+    assert [step[2].tolist() for step in steps] == [[False, False], [True, True], [False, False], [True, True]]
+    assert [step[0].any(1).tolist() for step in steps] == [[True, False], [False, True], [False, True], [True, False]]
+    assert [step[1].tolist() for step in steps] == [[1, 0], [1, 0], [0, 1], [0, 1]]
+
+
 class ActionWriting(Race):
     """Race that writes into its actions."""
 

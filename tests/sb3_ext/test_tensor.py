@@ -27,7 +27,7 @@ from stable_baselines3.common.vec_env import VecEnvWrapper, VecMonitor, VecNorma
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.vector.array_frameworks import map_arrays
 from sb3_ext import GymVecEnv, tensor
-from sb3_ext.tensor import TensorReplayBuffer, TensorVecNormalize
+from sb3_ext.tensor import TensorReplayBuffer, TensorVecEnv, TensorVecNormalize
 from tests.sb3_ext.buffer_envs import Sprite, without_logger
 from tests.sb3_ext.tensor_envs import AnySpaces, Points
 from tests.sb3_ext.vec_checks import assert_equal
@@ -468,6 +468,7 @@ REFUSED: list[tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = 
     (lambda: GymVecEnv(gym.make_vec("Pendulum-v1"), tensors=True), {}, InvalidArgumentError, "leave tensors out"),
     (make_channels_last, {}, InvalidArgumentError, r"permute\(0, 3, 1, 2\)"),
     (lambda: VecNormalize(make_env(True)), {}, InvalidTypeError, "TensorVecNormalize"),
+    (lambda: TensorVecEnv(VecNormalize(make_env(False))), {}, InvalidTypeError, "TensorVecNormalize"),
     (lambda: VecMonitor(make_env(True)), {}, InvalidTypeError, "VecMonitor works on arrays"),
     (lambda: make_env(False), {}, InvalidArgumentError, r"GymVecEnv\(env, tensors=True\)"),
     (lambda: make_env(True, as_dict=True), {"n_steps": 3}, InvalidArgumentError, "n_steps=3 is not supported for Dict"),
