@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,9 @@ from torchrl import envs as upstream
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import check_env_specs, default_info_dict_reader
 
-from rl_ext_core.errors import EnvironmentOutputError
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from tests.sb3_ext.tensor_envs import Points
-from tests.torchrl_ext.comparison import assert_same_rollouts, make_vector_env, tensors
+from tests.torchrl_ext.comparison import assert_same_rollouts, make_vector_env, seeded_rollout, tensors
 from tests.torchrl_ext.environments import FaultyWalk, IsaacByIds, SameStep, Walk
 from torchrl_ext import GymWrapper
 
@@ -171,6 +173,44 @@ def test_custom_info_reader_gets_infos_without_final_entries() -> None:
     assert not any("final_obs" in info or "final_info" in info for info in seen)
 
 
+def test_readers_write_texts_by_row() -> None:
+    def make_env(write: Any) -> Any:
+        env = GymWrapper(make_vector_env([partial(Walk, 2, 2), partial(Walk, 3, 3)], 2, "SameStep"))
+        return env.set_info_dict_reader(lambda info, data: write(data, [f"age {age}" for age in info["age"]]))
+
+    env = make_env(lambda data, texts: data.set("text", texts))
+    after = env.rollout(7, break_when_any_done=False)["next"]
+    assert list(after["text"]) == [[f"age {int(age)}" for age in row] for row in after["observation"][..., 1]]
+    env = make_env(lambda data, texts: data.set_non_tensor("text", texts))
+    with pytest.raises(InvalidArgumentError, match="wrote 'text' as one list for all sub-environments"):
+        env.rollout(7, break_when_any_done=False)
+
+
+def test_readers_may_edit_tensors_in_steps_that_reset_rows() -> None:
+    def add_bonus(info: Any, data: Any) -> Any:
+        if "reward" in data:
+            data["reward"] += 1
+        return data
+
+    make = partial(make_vector_env, [partial(Walk, 2, 2), partial(Walk, 3, 3)], 2, "SameStep")
+    plain = seeded_rollout(GymWrapper(make()), 9)["next"]
+    edited = seeded_rollout(GymWrapper(make()).set_info_dict_reader(add_bonus), 9)["next"]
+    assert torch.equal(edited["reward"], plain["reward"] + 1)
+
+
+def test_reader_gets_statistics_of_an_episode_once() -> None:
+    read: list[float] = []
+
+    def record_lengths(info: Any, data: Any) -> None:
+        if "episode" in info:
+            read.extend(info["episode"]["l"][info["_episode"]].tolist())
+
+    inner = make_vector_env([partial(Walk, 2, 2), partial(Walk, 3, 3)], 2, "SameStep")
+    env = GymWrapper(gymnasium.wrappers.vector.RecordEpisodeStatistics(inner)).set_info_dict_reader(record_lengths)
+    env.rollout(6, break_when_any_done=False)
+    assert read == [2, 3, 2, 2, 3]
+
+
 @pytest.mark.parametrize("reset_info", [None, {}])
 def test_infos_missing_at_single_resets_are_zero(reset_info: Any) -> None:
     ours, theirs = (
@@ -227,7 +267,7 @@ def test_auto_register_info_dict_registers_numbers_of_all_dtypes(name: str, mode
 
 
 @pytest.mark.parametrize("mode", [None, "SameStep"])
-@pytest.mark.parametrize("value", ["left", object(), [1, [2, 3]]], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("value", ["left", 1j, object(), [1, [2, 3]]], ids=lambda value: type(value).__name__)
 def test_infos_that_are_not_numbers_are_skipped_or_rejected_if_named(value: Any, mode: str | None) -> None:
     def make_env() -> Any:
         return report_info(Walk(3, 3), "value", lambda: value)

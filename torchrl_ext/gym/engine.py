@@ -175,13 +175,13 @@ class Engine:
         """Split the info of the last step.
 
         :param info: info that the step returned
-        :return: the info of all rows, the mask of the rows that the step has reset, and the info of their last step
+        :return: info of the other rows, the mask of the rows that the step has reset, and the info of their last step
         """
         if self._stepper is None:
             return info, None, None
         if self._pending is None:
             return drop_final_keys(info), None, None
-        return drop_final_keys(info), self._pending[0], self._stepper.infos(info)[0]
+        return _drop_ended(info), self._pending[0], self._stepper.infos(info)[0]
 
     # -- resets
 
@@ -211,8 +211,7 @@ class Engine:
             following = [part or {} for part in following]
         parts: list[ResetPart] = [(None, observations, following)]
         if following is None:  # other rows keep the info of the step, without statistics of episodes that ended
-            rest = {key: value for key, value in drop_final_keys(info).items() if key not in STATISTICS}
-            parts = [(None, observations, rest), (done, observations, None)]
+            parts = [(None, observations, _drop_ended(info)), (done, observations, None)]
         left = mask & ~done
         return [*parts, (left, *self._reset_rows(left))] if left.any() else parts
 
@@ -272,6 +271,13 @@ def _has_finite_horizon(env: Any, asked: bool | None) -> bool:
     if asked is not None:
         return asked
     return getattr(getattr(getattr(env, "unwrapped", env), "cfg", None), "is_finite_horizon", None) is True
+
+
+def _drop_ended(info: Any) -> Any:
+    """Return an info without entries of episodes that have ended."""
+    if isinstance(info, list):
+        return [_drop_ended(part) for part in info]
+    return {key: value for key, value in drop_final_keys(info).items() if key not in STATISTICS}
 
 
 # -- rows of observations

@@ -13,7 +13,7 @@ from rl_ext_core.vector.stepper import infos_to_dict
 
 __all__ = ["numbers_for_reader"]
 
-_NUMBERS = "biufc"  # kinds of NumPy's dtypes
+_NUMBERS = "biuf"  # kinds of NumPy dtypes; TorchRL has no specs of complex numbers
 
 
 def numbers_for_reader(info: Any, reader: Any, batch_size: torch.Size) -> Any:

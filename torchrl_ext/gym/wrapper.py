@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import gymnasium
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, TensorDictBase
 from torchrl.data import Composite
 from torchrl.envs import EnvBase, default_info_dict_reader
 from torchrl.envs.libs.gym import GymEnv as UpstreamGymEnv
@@ -285,8 +285,8 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
         info, has_reset, last_info = engine.split_info(info)
         if has_reset is None:
             return self._with_info(out, info)
-        read = self._with_info(out.copy(), info)
-        return self._with_info(out, last_info).where(has_reset.view(self.batch_size), read, pad=0)
+        read = self._with_info(out.clone(), info)  # readers may edit tensors
+        return _join_rows(has_reset.view(self.batch_size), self._with_info(out, last_info), read)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
@@ -310,7 +310,7 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
             part = new_tensordict({**data, **flags}, self.batch_size, self.device)
             if self.info_dict_reader and info is not None:
                 part = self._with_info(part, info)
-            out = part if rows is None else part.where(rows.view(self.batch_size), out, pad=0)
+            out = part if rows is None else _join_rows(rows.view(self.batch_size), part, out)
         return out
 
     def _with_info(self, out: TensorDictBase, info: Any) -> TensorDictBase:
@@ -342,6 +342,20 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
 
     def fast_encoding(self, mode: bool = True) -> None:
         """Do nothing. TorchRL's fast encoding has no effect here."""
+
+
+def _join_rows(mask: torch.Tensor, new: TensorDictBase, old: TensorDictBase) -> TensorDictBase:
+    """Return the rows of a mask from ``new``, and the other rows from ``old``. Missing entries are zero.
+
+    :raises InvalidArgumentError: If a reader of infos wrote one object for all rows.
+    """
+    for key, value in (*new.items(True), *old.items(True)):
+        if isinstance(value, NonTensorData):
+            raise InvalidArgumentError(
+                f"the reader of infos wrote {key!r} as one {type(value.data).__name__} for all sub-environments, of "
+                'which some have just been reset; expected one value for each. Use tensordict["name"] = list(values)'
+            )
+    return new.where(mask, old, pad=0)
 
 
 class GymEnv(GymWrapper, UpstreamGymEnv):
