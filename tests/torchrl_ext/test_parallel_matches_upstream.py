@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
 from torchrl.data import Bounded, Composite, Unbounded
@@ -138,6 +138,11 @@ def reset_some_after_a_step(env: Any) -> Any:
     return env.reset(env.rollout(2)[:, -1]["next"].exclude("reward").clone().set("_reset", SOME.clone()))
 
 
+def reset_some_after_a_change(env: Any) -> Any:
+    env.reset().get("note").update_at_(NonTensorData("another note"), 0)
+    return env.reset(TensorDict({"_reset": ~SOME}, [3])).get("note").tolist()
+
+
 def step_some(env: Any) -> Any:
     return env.step(env.rand_action(env.reset()).set("_step", SOME[:, 0].clone()))["next"]
 
@@ -237,6 +242,7 @@ OF_TERSE = ("rollout", "rollout across episodes", "reset of some", "steps and re
 OF_NOTES: dict[str, Callable[[Any], Any]] = {
     "rollout": lambda env: env.rollout(3).get("note").tolist(),
     "reset of some": lambda env: reset_some_after_a_step(env).get("note").tolist(),
+    "reset of some after a change": reset_some_after_a_change,
 }
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Callable[[Any], Any]]]] = {
     "gymnasium": (make_counter, COMMON | OF_COUNTER),

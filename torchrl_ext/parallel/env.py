@@ -219,7 +219,7 @@ class ParallelEnv(EnvBase):
         if NON_TENSOR in infos:
             pairs = zip(self._others, infos[NON_TENSOR], strict=True)
             self.__dict__["_others"] = others = [before if new is None else new for before, new in pairs]
-            out.update(LazyStackedTensorDict(*others))
+            out.update(LazyStackedTensorDict(*others).copy())  # the caller may change entries in place
         return out
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:

@@ -179,18 +179,18 @@ def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
 
 
 def store_reward(rewards: np.ndarray[Any, Any], index: int, reward: Any) -> None:
-    """Write the reward of an environment to an array.
+    """Write the reward of an environment, a number or an array of one number, to an array.
 
-    :raises EnvironmentOutputError: If ``reward`` has axes, as ``np.array([1.0])`` has.
+    :raises EnvironmentOutputError: If ``reward`` is anything else, as None or ``np.array([1.0, 2.0])``.
     """
+    number = np.squeeze(reward) if np.ndim(reward) else reward
     try:
-        rewards[index] = reward
+        float(number)  # NumPy would store None as NaN
+        rewards[index] = number
     except (TypeError, ValueError) as error:
-        if not np.ndim(reward):
-            raise
+        kind = f"the shape {np.shape(reward)}" if np.ndim(reward) else f"type {type(reward).__name__}"
         raise EnvironmentOutputError(
-            f"environment {index} returned a reward of the shape {np.shape(reward)}: expected a number. Use "
-            "float(reward[0]), or float(reward.sum()) for several"
+            f"environment {index} returned a reward of {kind}: expected a number. Use float(reward.sum()) for several"
         ) from error
 
 

@@ -224,6 +224,31 @@ def test_reset_masks_and_seeds_are_checked() -> None:
     envs.close()
 
 
+class Rewarding(Counting):
+    def __init__(self, reward: Any) -> None:
+        super().__init__()
+        self.reward = reward
+
+    def step(self, action: int) -> Any:
+        observation, _, *rest = super().step(action)
+        return observation, self.reward, *rest
+
+
+def test_rewards_are_single_numbers() -> None:
+    """An array of one number is accepted. NumPy would store None as NaN."""
+    found = [functools.partial(Rewarding, reward) for reward in (np.array([1.5]), [[2]], np.float32(0.1), True)]
+    envs = SharedMemoryVectorEnv(found, **FAST)
+    envs.reset()
+    assert envs.step(np.zeros(4, np.int64))[1].tolist() == [1.5, 2, np.float32(0.1), 1]
+    envs.close()
+    for reward, text in ((None, "type NoneType"), (np.ones(2), r"the shape \(2,\)"), (np.ones(0), r"the shape \(0,\)")):
+        envs = SharedMemoryVectorEnv([functools.partial(Rewarding, reward)], **FAST)
+        envs.reset()
+        with pytest.raises(EnvironmentOutputError, match=f"environment 0 returned a reward of {text}"):
+            envs.step(np.zeros(1, np.int64))
+        envs.close()
+
+
 class LosesInfos(Counting):
     episodes = 0
 
