@@ -182,10 +182,10 @@ class EnvFactory(Generic[_Env]):
             streams.seed_process(stream)
         loaded = recipe.load()  # This imports the environment's modules, whose generators are seeded next.
         if is_elsewhere:
-            streams.seed_shared(stream, seeded)
+            streams.seed_shared(stream, seeded, loaded[0])
         environment = recipe.build(overrides, loaded)
         if is_elsewhere:
-            streams.seed_shared(stream, seeded, environment)
+            streams.seed_shared(stream, seeded, loaded[0], environment)
         if self.worker is not None or not recipe.takes_arguments:
             streams.seed_parts(environment, stream, generators=not recipe.takes_arguments)
         if not recipe.takes_arguments:

@@ -4,6 +4,7 @@ import ctypes
 import json
 import pickle
 import random
+import sys
 import types
 from typing import Any
 
@@ -90,6 +91,43 @@ def test_draws_of_every_generator_differ_between_workers_and_repeat_with_a_seed(
     assert repeated == different[1]
     for number, drawn in enumerate(zip(*(seen[0] for seen in different), strict=True)):
         assert len(set(drawn)) == len(different), number
+
+
+SCRIPT = """
+import gymnasium, numpy
+
+NOISE, OPTIONS = numpy.random.default_rng(42), gymnasium.spaces.Box(0, 1, (1,))
+
+def draw():
+    return [NOISE.random(), OPTIONS.sample()[0]]
+
+class Base(gymnasium.Env):
+    action_space = observation_space = gymnasium.spaces.Box(0, 1, (3,))
+    urn = numpy.random.default_rng(42)
+
+class Env(Base):
+    def reset(self, *, seed=None, options=None):
+        return numpy.array([*draw(), self.urn.random()]), {}
+
+    def step(self, action):
+        return self.reset()[0], float(self.reset()[0][0]), False, False, {}
+
+def make():
+    return Env()
+"""
+
+
+@pytest.mark.parametrize("source", ["make", "Env", "Env()"])
+def test_draws_of_generators_of_a_script_differ_between_workers_and_repeat_with_a_seed(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = types.ModuleType("script_of_a_user")  # Workers cannot import it, so it is pickled by value.
+    monkeypatch.setitem(sys.modules, script.__name__, script)
+    exec(SCRIPT, vars(script))
+    first, second = as_factory(eval(source, vars(script))).for_workers(2, seed=3)
+    (one, _), (other, _), repeated = step_in_other_processes(first, second, second)
+    assert repeated[0] == other
+    assert all(mine != its for mine, its in zip(one, other, strict=True))
 
 
 def test_generators_of_this_process_are_not_changed() -> None:
