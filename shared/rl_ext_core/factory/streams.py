@@ -88,17 +88,19 @@ def _is_unseeded(item: Any) -> bool:
     return is_seeded and getattr(item, "_np_random", item) is None
 
 
-def seed_parts(root: Any, stream: np.random.SeedSequence, *, generators: bool) -> None:
+def seed_parts(root: Any, stream: np.random.SeedSequence, *, generators: bool, original: Any = None) -> None:
     """Seed gymnasium environments and spaces that have not drawn yet. Their first draw would seed them randomly.
 
-    :param root: An object. Its attributes, lists, tuples and dicts are searched, too.
+    :param root: An object. Its parts are searched, too.
     :param stream: Source of the seeds.
     :param generators: Whether to seed all generators as well, except global ones.
+    :param original: Environment of this process. Parts that it shares with the object are not seeded.
     """
-    parts = walk.reachable(root)
+    parts, shared = walk.reachable(root), set(map(id, walk.reachable(original)))
     found = [part for part in parts if _is_unseeded(part) or (generators and walk.is_generator_class(type(part)))]
     for number, part in enumerate(found):
-        reseed(part, derive_seed(stream, number))
+        if id(part) not in shared:
+            reseed(part, derive_seed(stream, number))
 
 
 def seed_shared(stream: np.random.SeedSequence, seeded: set[int], build: Any, environment: Any = None) -> None:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import pickle
 import random
 import sys
 import types
+from collections import deque
 from typing import Any
 
 import cloudpickle
@@ -57,12 +59,16 @@ class Drawing(Shared):
         self.legacy, self.python, self.own = np.random.RandomState(4), random.Random(5), Dice(6)
         self.torch = torch.Generator().manual_seed(6)
         self.noise = gym.spaces.Box(0, 1, (1,))
+        hidden = np.random.default_rng(7)
+        self.closure, self.method = lambda: hidden.random(), random.Random(8).random
+        self.partial, self.queue = functools.partial(Dice(9).uniform, 0, 1), deque([np.random.default_rng(10)])
 
     def draw_from_instance(self) -> list[float]:
         import torch
 
         drawn = [self.generator.random(), self.philox.random(), self.legacy.randn(), self.python.random()]
         drawn += [torch.rand(1, generator=self.torch).item(), torch.rand(1).item(), self.noise.sample()[0]]
+        drawn += [self.closure(), self.method(), self.partial(), self.queue[0].random()]
         return [*drawn, self.own.random()]
 
 
@@ -130,11 +136,17 @@ def test_draws_of_generators_of_a_script_differ_between_workers_and_repeat_with_
     assert all(mine != its for mine, its in zip(one, other, strict=True))
 
 
+class Borrowing(Shared):
+    def __init__(self) -> None:
+        self.noise = NOISE
+
+
 def test_generators_of_this_process_are_not_changed() -> None:
     generators = Shared.dice.getstate, lambda: NOISE.bit_generator.state, lambda: Shared.urn.state
     before = [repr(state()) for state in generators]
-    for source in (Shared(), Shared):
+    for source in (Shared(), Borrowing(), Shared):
         as_factory(source).for_workers(1, seed=0)[0]()
+        as_factory(source)()
     assert [repr(state()) for state in generators] == before
     assert Shared.action_space._np_random is None
     random.seed(1)
