@@ -21,9 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("shared/rl_ext_core", "sb3_ext", "torchrl_ext")
 # Components of the index of errors: the first whose pattern a module matches.
 COMPONENTS = {
-    "Buffers": r"rl_ext_core\.(frames|testing)|sb3_ext\.(buffers|observation|contrib)|torchrl_ext\.frame_storage",
+    "Buffers": r"rl_ext_core\.(frames|datasets)|torchrl_ext\.(frame_storage|datasets|slice_sampler)|sb3_ext\."
+    r"(\w+_buffers?$|contrib|critic_hooks|datasets|observation|prioritized|saved_folders|sequences)",
     "Devices": r"rl_ext_core\.devices",
-    "VecEnvs": r"rl_ext_core\.(vector|isolation)|sb3_ext",
+    "VecEnvs": r"rl_ext_core\.(vector|isolation|recording)|sb3_ext",
     "TorchRL environments": r"torchrl_ext",
     "Environment factories": r"rl_ext_core\.factory",
     "Worker processes": r"rl_ext_core\.(processes|resources|_system|_windows|_import_path|_pickle)",

@@ -32,6 +32,13 @@ def test_error_index_contains_raised_texts(directives: Any) -> None:
     assert any("is not a vectorized environment: it has no num_envs. Use" in text for text in texts)
 
 
+def test_error_index_lists_modules_of_buffers_together(directives: Any) -> None:
+    modules = {place.module for place in directives.raised()}
+    of_buffers = {name for name in modules if re.search(r"buffers?$|prioritized|storage|\.frames|\.datasets", name)}
+    assert len(of_buffers) > 20
+    assert {directives.component_of(name) for name in of_buffers} == {"Buffers"}
+
+
 def test_readme_is_short_and_its_relative_links_exist() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 1200

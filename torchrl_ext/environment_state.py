@@ -36,8 +36,8 @@ class EnvironmentState:
 
     States contain pickles, which can execute code: load only your own.
 
-    :param source: a :class:`ParallelEnv` of gymnasium environments, which may have transforms, or a ``Collector`` (also
-        called ``SyncDataCollector``) of one
+    :param source: a :class:`ParallelEnv` of gymnasium environments, which may have transforms, or a ``Collector`` of
+        one
     :raises InvalidTypeError: If it is something else, or is not recorded.
 
     Source: https://github.com/pytorch/rl/pull/4230

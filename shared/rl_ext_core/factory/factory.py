@@ -121,8 +121,8 @@ class EnvFactory(Generic[_Env]):
 
         In a worker process, a factory first seeds the generators of Python, NumPy, torch and the C library. It also
         seeds generators that are globals or class attributes of the user's and the environment's modules. Generators
-        inside a copy are seeded, too. So are gymnasium environments and spaces that have not drawn yet, also those in
-        lists and vector environments.
+        inside a copy are seeded, too, also those in closures and bound methods. So are gymnasium environments and
+        spaces that have not drawn yet, also those in lists and vector environments.
 
         :param num_workers: Number of workers, at least 1.
         :param seed: Makes all seeds reproducible. By default they differ in each run.
@@ -182,12 +182,13 @@ class EnvFactory(Generic[_Env]):
             streams.seed_process(stream)
         loaded = recipe.load()  # This imports the environment's modules, whose generators are seeded next.
         if is_elsewhere:
-            streams.seed_shared(stream, seeded)
+            streams.seed_shared(stream, seeded, loaded[0])
         environment = recipe.build(overrides, loaded)
         if is_elsewhere:
-            streams.seed_shared(stream, seeded, environment)
+            streams.seed_shared(stream, seeded, loaded[0], environment)
         if self.worker is not None or not recipe.takes_arguments:
-            streams.seed_parts(environment, stream, generators=not recipe.takes_arguments)
+            generators = not recipe.takes_arguments
+            streams.seed_parts(environment, stream, generators=generators, original=self.instance)
         if not recipe.takes_arguments:
             simulators.seed_simulators(walk.layers(environment), stream)
         for adapt in self._adapters:

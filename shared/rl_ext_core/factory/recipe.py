@@ -249,9 +249,8 @@ def pack_values(original: Fingerprint, paths: Sequence[str]) -> list[Change | st
 
 def _pack_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> Change | str:
     """Pickle the value at a path as a change; return the reason if that is impossible."""
-    while path in original.steps and original.steps[path][1] is None:  # It cannot be set itself, but its holder can.
-        path = original.steps[path][0]
-    steps = _steps_to(original, path)
+    while (steps := _steps_to(original, path)) is None and path in original.steps:
+        path = original.steps[path][0]  # It cannot be set itself, but its holder may be.
     if not steps or path not in original.objects:
         return "it cannot be set on a copy"
     for where, reason in original.hidden.items():
@@ -326,8 +325,10 @@ def _set_value(holder: Any, operation: str, key: Any, value: Any) -> None:
     with contextlib.suppress(LookupError, AttributeError):
         held = _follow_step(holder, (operation, key))
     if _fits_in_place(held, value):
-        held[...] = value  # Other objects may refer to this array, or a C library to its memory.
-    elif type(held) is type(value) and isinstance(held, (ctypes.Structure, ctypes.Union, ctypes.Array)):
+        with contextlib.suppress(TypeError):  # JAX's arrays are immutable.
+            held[...] = value  # Other objects may refer to this array, or a C library to its memory.
+            return
+    if type(held) is type(value) and isinstance(held, (ctypes.Structure, ctypes.Union, ctypes.Array)):
         ctypes.memmove(ctypes.byref(held), ctypes.byref(value), ctypes.sizeof(value))
     elif operation == "attribute":
         names = walk.instance_dict(holder)

@@ -9,12 +9,13 @@ import os
 import random
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from rl_ext_core._import_path import call_when_imported
-from rl_ext_core.factory import walk
+from rl_ext_core.factory import record, walk
 
 __all__ = ["derive_seed", "seed_parts", "seed_process", "seed_shared"]
 
@@ -87,41 +88,59 @@ def _is_unseeded(item: Any) -> bool:
     return is_seeded and getattr(item, "_np_random", item) is None
 
 
-def seed_parts(root: Any, stream: np.random.SeedSequence, *, generators: bool) -> None:
+def seed_parts(root: Any, stream: np.random.SeedSequence, *, generators: bool, original: Any = None) -> None:
     """Seed gymnasium environments and spaces that have not drawn yet. Their first draw would seed them randomly.
 
-    :param root: An object. Its attributes, lists, tuples and dicts are searched, too.
+    :param root: An object. Its parts are searched, too.
     :param stream: Source of the seeds.
     :param generators: Whether to seed all generators as well, except global ones.
+    :param original: Environment of this process. Parts that it shares with the object are not seeded.
     """
-    parts = walk.reachable(root)
+    parts, shared = walk.reachable(root), set(map(id, walk.reachable(original)))
     found = [part for part in parts if _is_unseeded(part) or (generators and walk.is_generator_class(type(part)))]
     for number, part in enumerate(found):
-        reseed(part, derive_seed(stream, number))
+        if id(part) not in shared:
+            reseed(part, derive_seed(stream, number))
 
 
-def seed_shared(stream: np.random.SeedSequence, seeded: set[int], environment: Any = None) -> None:
+def seed_shared(stream: np.random.SeedSequence, seeded: set[int], build: Any, environment: Any = None) -> None:
     """Seed generators that are globals or class attributes of the user's and the environment's modules.
 
     Workers import these modules, so their generators would all start in the same state.
 
     :param seeded: Ids of generators that are already seeded. Ids are added to it.
+    :param build: Callable that builds the environment.
     :param environment: Environment whose modules are searched in addition to the user's. None if it is not built yet.
     """
     layers = [] if environment is None else list(walk.layers(environment))
     names = {base.__module__ for layer in layers for base in type(layer).__mro__}
-    for module, found in sorted(sys.modules.items()):
-        package = module.partition(".")[0]
-        own = not walk.is_installed(package) or (module in names and package not in walk.STABLE_PACKAGES)
-        if not own or not isinstance(found, types.ModuleType):
-            continue
+    spaces: dict[int, tuple[str, Mapping[str, Any]]] = {}
+    for name, module in sorted(sys.modules.items()):
+        package = name.partition(".")[0]
+        own = not walk.is_installed(package) or (name in names and package not in walk.STABLE_PACKAGES)
+        if own and isinstance(module, types.ModuleType):
+            spaces[id(vars(module))] = name, vars(module)
+    # Classes and functions of a script were pickled by value, with their globals.
+    found = [*record.referenced_values(build), *layers]
+    types_found: list[Any] = [one if issubclass(type(one), type) else type(one) for one in found]
+    kinds = dict.fromkeys(base for kind in types_found for base in kind.__mro__)
+    for kind in kinds:
+        if not walk.is_installed(walk.name_of(kind)[0]):
+            spaces[id(kind)] = walk.name_of(kind)[0], {kind.__qualname__: kind}
+    for part in [*found, *(part for kind in kinds for part in vars(kind).values())]:
+        for function in walk.functions_in(part):
+            name = str(function.__globals__.get("__name__"))
+            if not walk.is_installed(name):
+                spaces.setdefault(id(function.__globals__), (name, function.__globals__))
+    for module_name, space in spaces.values():
         # Use type(), because isinstance() raises for a weak proxy whose object is deleted.
-        classes = [item for item in list(vars(found).values()) if issubclass(type(item), type)]
-        for owner in (found, *(kind for kind in classes if walk.name_of(kind)[0] == module)):
-            for name, item in list(vars(owner).items()):
+        classes = [item for item in list(space.values()) if issubclass(type(item), type)]
+        owned = {kind.__qualname__: vars(kind) for kind in classes if walk.name_of(kind)[0] == module_name}
+        for owner, parts in {"": space, **owned}.items():
+            for name, item in list(parts.items()):
                 if id(item) not in seeded and (_is_space(item) or walk.is_generator_class(type(item))):
                     seeded.add(id(item))
-                    own_stream = derive_seed(stream, f"{module}.{getattr(owner, '__qualname__', '')}.{name}")
+                    own_stream = derive_seed(stream, f"{module_name}.{owner}.{name}")
                     seed_parts(item, own_stream, generators=not _is_space(item))
 
 

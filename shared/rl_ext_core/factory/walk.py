@@ -59,7 +59,7 @@ _WRAPPERS: set[type] = {property, staticmethod, classmethod, types.MethodType, f
 _WRAPPERS |= {functools.partialmethod, functools.cached_property, functools._lru_cache_wrapper}
 # Attributes of classes in which the standard library caches: subclasses of an ABC, and combined members of a Flag.
 _CLASS_CACHES = {"_abc_impl", "_value2member_map_"}
-_LEAVES = (int, float, complex, str, bytes, type(None), range, slice, type, types.ModuleType, types.FunctionType)
+_LEAVES = (int, float, complex, str, bytes, type(None), range, slice, type, types.ModuleType)
 _CONTAINERS = (dict, list, set, frozenset, tuple, deque)
 _TRANSPARENT = {object, typing.Generic, OrderedDict, defaultdict, *_CONTAINERS}
 # Bytecode operations on globals, and the number of low bits in their argument that do not belong to the name's index.
@@ -150,11 +150,11 @@ def _is_object(value: Any) -> bool:
 
 
 def reachable(root: Any, is_entered: Callable[[Any], bool] = _is_object) -> Iterator[Any]:
-    """Yield a value and its parts in attributes, lists, tuples and dicts, breadth first.
+    """Yield a value and its parts in attributes, containers, closures and bound methods, breadth first.
 
     :param root: The value.
-    :param is_entered: Whether to yield a part and then its own parts. By default, only plain data, classes, modules and
-        functions are left out.
+    :param is_entered: Whether to yield a part and then its own parts. By default, only plain data, classes and modules
+        are left out.
     """
     waiting, seen = deque([root]), {id(root)}
     while waiting:
@@ -166,8 +166,16 @@ def reachable(root: Any, is_entered: Callable[[Any], bool] = _is_object) -> Iter
             parts += modules.values()
         if issubclass(type(item), dict):
             parts += dict.values(item)
-        elif type(item) in (list, tuple):
+        elif type(item) in (list, tuple, deque):
             parts += item
+        elif type(item) is types.FunctionType:
+            cells = [cell for cell in item.__closure__ or () if cell != types.CellType()]  # Empty cells have no value.
+            defaults = [*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+            parts += [*defaults, *(cell.cell_contents for cell in cells)]
+        elif type(item) in (types.MethodType, types.BuiltinMethodType):
+            parts.append(item.__self__)
+        elif issubclass(type(item), functools.partial):
+            parts += [item.func, *item.args, *item.keywords.values()]
         for part in parts:
             if id(part) not in seen and is_entered(part):
                 seen.add(id(part))

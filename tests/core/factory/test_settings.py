@@ -104,6 +104,13 @@ class Point:
         return self.a + self.__private
 
 
+class Immutable(np.ndarray[Any, Any]):
+    """Array that cannot be written to, as JAX's arrays."""
+
+    def __setitem__(self, *arguments: Any) -> None:
+        raise TypeError("use .at[]")
+
+
 class Mode(enum.Enum):
     SLOW, FAST = 1.0, 4.0
 
@@ -153,6 +160,8 @@ CASES: dict[str, Case] = {
                    lambda env: env.held["a"][1][1].update(b=5.0)),
     "key taken": Case(COPIED, lambda: {"a": 1.0, "b": 9.0}, lambda h: sum(h.values()), lambda env: env.held.pop("b")),
     "array": Case(COPIED, lambda: np.ones((2, 3)), np.sum, lambda env: env.held.__setitem__((1, 1), 7)),
+    "immutable array": Case(COPIED, lambda: np.ones(3).view(Immutable), np.sum,
+                            _replace_stored(lambda: np.full(3, 7.0).view(Immutable))),
     "attribute": Case(COPIED, lambda: Body(1.0), lambda h: h.mass, _set_on_stored(mass=4.0)),
     "attribute deleted": Case(EITHER, lambda: Body(1.0), lambda h: hasattr(h, "mass"),
                               lambda env: delattr(env.held, "mass")),
@@ -202,6 +211,15 @@ def test_changed_object_in_an_environment_is_copied_or_reported(case: str, copy_
     rollout(env)
     CASES[case].change(env)
     assert copy_outcome(env, "held") in CASES[case].allowed
+
+
+@pytest.mark.parametrize("case", ["nested", "immutable array"])
+def test_value_in_an_immutable_object_is_set_on_a_constructed_copy(case: str) -> None:
+    env = HoldingEnv(__name__, case)
+    CASES[case].change(env)
+    factory = as_factory(env)
+    assert factory.origin == "constructor"
+    assert repr(factory().held) == repr(env.held)
 
 
 class Resetting(gym.Env[Any, Any]):

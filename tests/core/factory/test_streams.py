@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import pickle
 import random
+import sys
 import types
+from collections import deque
 from typing import Any
 
 import cloudpickle
@@ -56,12 +59,16 @@ class Drawing(Shared):
         self.legacy, self.python, self.own = np.random.RandomState(4), random.Random(5), Dice(6)
         self.torch = torch.Generator().manual_seed(6)
         self.noise = gym.spaces.Box(0, 1, (1,))
+        hidden = np.random.default_rng(7)
+        self.closure, self.method = lambda: hidden.random(), random.Random(8).random
+        self.partial, self.queue = functools.partial(Dice(9).uniform, 0, 1), deque([np.random.default_rng(10)])
 
     def draw_from_instance(self) -> list[float]:
         import torch
 
         drawn = [self.generator.random(), self.philox.random(), self.legacy.randn(), self.python.random()]
         drawn += [torch.rand(1, generator=self.torch).item(), torch.rand(1).item(), self.noise.sample()[0]]
+        drawn += [self.closure(), self.method(), self.partial(), self.queue[0].random()]
         return [*drawn, self.own.random()]
 
 
@@ -92,11 +99,54 @@ def test_draws_of_every_generator_differ_between_workers_and_repeat_with_a_seed(
         assert len(set(drawn)) == len(different), number
 
 
+SCRIPT = """
+import gymnasium, numpy
+
+NOISE, OPTIONS = numpy.random.default_rng(42), gymnasium.spaces.Box(0, 1, (1,))
+
+def draw():
+    return [NOISE.random(), OPTIONS.sample()[0]]
+
+class Base(gymnasium.Env):
+    action_space = observation_space = gymnasium.spaces.Box(0, 1, (3,))
+    urn = numpy.random.default_rng(42)
+
+class Env(Base):
+    def reset(self, *, seed=None, options=None):
+        return numpy.array([*draw(), self.urn.random()]), {}
+
+    def step(self, action):
+        return self.reset()[0], float(self.reset()[0][0]), False, False, {}
+
+def make():
+    return Env()
+"""
+
+
+@pytest.mark.parametrize("source", ["make", "Env", "Env()"])
+def test_draws_of_generators_of_a_script_differ_between_workers_and_repeat_with_a_seed(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = types.ModuleType("script_of_a_user")  # Workers cannot import it, so it is pickled by value.
+    monkeypatch.setitem(sys.modules, script.__name__, script)
+    exec(SCRIPT, vars(script))
+    first, second = as_factory(eval(source, vars(script))).for_workers(2, seed=3)
+    (one, _), (other, _), repeated = step_in_other_processes(first, second, second)
+    assert repeated[0] == other
+    assert all(mine != its for mine, its in zip(one, other, strict=True))
+
+
+class Borrowing(Shared):
+    def __init__(self) -> None:
+        self.noise = NOISE
+
+
 def test_generators_of_this_process_are_not_changed() -> None:
     generators = Shared.dice.getstate, lambda: NOISE.bit_generator.state, lambda: Shared.urn.state
     before = [repr(state()) for state in generators]
-    for source in (Shared(), Shared):
+    for source in (Shared(), Borrowing(), Shared):
         as_factory(source).for_workers(1, seed=0)[0]()
+        as_factory(source)()
     assert [repr(state()) for state in generators] == before
     assert Shared.action_space._np_random is None
     random.seed(1)
