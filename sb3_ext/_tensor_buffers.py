@@ -272,6 +272,7 @@ class _LastObservations:
             following = partial(select, index=(part + self._n_envs) % n_rows)
             self._keep(part, map_arrays(partial(select, index=part), candidates), map_arrays(following, ring))
             self._steps += len(part) // self._n_envs
+        self.reserve()  # for the rows that the next steps keep
         newest = (first + count - 1) % self._size
         self._set_newest(newest, map_arrays(lambda part: part[newest], next_observations))
 

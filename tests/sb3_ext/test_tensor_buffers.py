@@ -107,3 +107,15 @@ def test_an_interrupted_add_leaves_other_transitions_as_they_were() -> None:
         if buffer.pos == 1:
             buffer.add(np.full((2, 2), 5), np.full((2, 2), 6), *row)
         assert buffer.next_observations[:2, 0, 0].tolist() in ([2, 4], [2, 6]), where
+
+
+@pytest.mark.parametrize("count", range(1, 20))
+def test_steps_after_loading_keep_last_observations_of_loaded_steps(count: int) -> None:
+    expected, row = ReplayBuffer(100, BOX, ACTIONS, "cpu"), (np.zeros((1, 1)), np.zeros(1), np.ones(1), [{}])
+    for step in range(count):
+        expected.add(np.full((1, 2), step), np.full((1, 2), -step - 1), *row)
+    buffer = TensorReplayBuffer.from_arrays(expected, torch.device("cpu"))
+    for step in range(count, count + 6):
+        for each in (buffer, expected):
+            each.add(np.full((1, 2), step), np.full((1, 2), -step - 1), *row)
+    np.testing.assert_array_equal(buffer.next_observations[: count + 6], expected.next_observations[: count + 6])
