@@ -163,6 +163,12 @@ def test_batch_rewards_as_tuple_integers_or_column_become_float32(reward: Any) -
     assert torch.equal(found[:, 0, 0], torch.as_tensor(np.asarray(reward), dtype=torch.float32).reshape(4))
 
 
+@pytest.mark.parametrize("skip", [0, -2])
+def test_frame_skip_below_one_is_rejected(skip: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"frame_skip={skip} takes no step.*Use frame_skip=1"):
+        GymWrapper(Walk(), frame_skip=skip)
+
+
 def test_frame_skip_of_vectorized_environments_is_rejected() -> None:
     # Other rows would skip fewer frames when one row's episode ends.
     with pytest.raises(InvalidArgumentError, match=r"frame_skip=4 on a vectorized environment.*ParallelEnv\(n, "):

@@ -247,11 +247,13 @@ class Engine:
 
 
 def refuse_frame_skip(wrapper: Any) -> None:
-    """Refuse ``frame_skip`` for vectorized environments: rows end at different frames.
+    """Refuse ``frame_skip`` below 1, and above 1 for vectorized environments: rows end at different frames.
 
-    :raises InvalidArgumentError: If ``frame_skip`` is above 1 and the environment is vectorized.
+    :raises InvalidArgumentError: If ``frame_skip`` is below 1, or above 1 and the environment is vectorized.
     """
     skip = wrapper.wrapper_frame_skip
+    if skip < 1:
+        raise InvalidArgumentError(f"frame_skip={skip} takes no step; expected at least 1. Use frame_skip=1")
     if skip > 1 and wrapper.batch_size:
         raise InvalidArgumentError(
             f"frame_skip={skip} on a vectorized environment is not supported, because its sub-environments end at "
