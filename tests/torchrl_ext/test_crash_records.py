@@ -64,3 +64,5 @@ def test_failures_of_transforms_are_recorded_and_repeated(tmp_path: Path, capsys
     (path,) = tmp_path.iterdir()
     assert main(["replay", str(path), "--yes"]) == 0
     assert "reproduced at step 3: ValueError in _step" in capsys.readouterr().out
+    assert main(["replay", str(path), "--yes", "--actions", str(tmp_path / "episode.npz")]) == 2
+    assert "the actions are bytes of TensorDicts" in capsys.readouterr().err

@@ -53,6 +53,8 @@ class Record:
 class RecordSpace(gymnasium.Space[Any]):
     """Space of the bytes of a record; spaces are compared by the specs of the environment."""
 
+    is_encoded = True
+
     def __init__(self, record: Record, specs: Composite) -> None:
         super().__init__((record.size,), np.uint8)
         self._specs = specs

@@ -51,6 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     capsule = read_capsule(path)
     _print_capsule(capsule, path, console)
+    if arguments.actions is not None and capsule.encoded_actions:
+        raise InvalidArgumentError(
+            f"--actions {arguments.actions!r}: the actions are bytes of TensorDicts, because TorchRL has stepped the "
+            "environment in the worker. Leave out --actions, and use rl-ext replay"
+        )
     if arguments.actions is not None:
         others = write_actions(Path(arguments.actions), capsule.log)
         _print(console, f"{arguments.actions}: seeds and actions of {capsule.step:,} steps")

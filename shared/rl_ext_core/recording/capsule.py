@@ -95,6 +95,7 @@ class Capsule:
     :ivar source: source code that built the environment, with dots for parts that are not known
     :ivar factory_pickle: pickled factory; None if it cannot be pickled
     :ivar step_timeout: time limit of a step in seconds; None for none
+    :ivar encoded_actions: whether actions are the bytes of TensorDicts
     :ivar created: time of the failure, in UTC
     :ivar versions: versions of Python, of the platform and of packages, by name
     :ivar variables: environment variables that may matter
@@ -107,6 +108,7 @@ class Capsule:
     source: str = ""
     factory_pickle: bytes | None = None
     step_timeout: float | None = None
+    encoded_actions: bool = False
     created: str = ""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -161,6 +163,7 @@ def write_capsule(
     failure: RecordedFailure,
     environment: int,
     step_timeout: float | None = None,
+    encoded_actions: bool = False,
 ) -> Path:
     """Write a capsule ``crash-<time>-<number>.rlx`` to a folder, which is created if necessary; return its path.
 
@@ -189,6 +192,7 @@ def write_capsule(
         "step": log.steps,
         "source": getattr(factory, "to_source", lambda: "")(),
         "step_timeout": step_timeout,
+        "encoded_actions": encoded_actions,
         "created": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
         "versions": current_versions(getattr(factory, "preload", ())),
         "variables": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},

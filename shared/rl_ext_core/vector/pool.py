@@ -471,6 +471,7 @@ class Pool:
             failure=RecordedFailure.from_error(error, phase),
             environment=environment,
             step_timeout=self.options.step_timeout,
+            encoded_actions=getattr(self.spaces[1], "is_encoded", False),
         )
         error.args = (f"{error}\n{text}",)
 
