@@ -338,11 +338,17 @@ class _Histories:
         return is_other or (in_value and any(one.token(path) != self.fresh.token(path) for one in self.used))
 
     def is_restored(self, path: str) -> bool:
-        """Whether a reset restores the value at a path after steps, or creates an object that holds it."""
+        """Whether a reset restores a value and its parts after steps, or creates an object that holds it."""
         # Lists of the original may be longer, because they belong to another episode.
         if not self.replaced.isdisjoint((path, *self._holders(path, *self.used, self.original))):
             return True
-        return self.varies(path) and bool(self.used[0].token(path) == self.used[-1].token(path))
+        if not self.varies(path):
+            return False
+        token, first, last = self.original.token(path), self.used[0], self.used[-1]
+        # The token of a container has no values. If the original's has other keys, the user may have added them.
+        is_known = path.startswith("<") or token is None or token[0] != "object"
+        is_known = is_known or any(one.token(path) == token for one in self.used)
+        return is_known and _tokens_of_parts(first, path) == _tokens_of_parts(last, path)
 
     def is_created_by_use(self, path: str) -> bool:
         """Whether steps or resets create the object at a path, so that a copy does not need it."""
@@ -379,6 +385,13 @@ class _Histories:
                 return
             path = steps[0]
             yield path
+
+
+def _tokens_of_parts(found: Fingerprint, path: str) -> dict[str, Any]:
+    """Return the tokens of a value and of its parts, also if the path is an alias."""
+    place, token = found.canonical_path(path), found.token(path)
+    below = () if _is_scalar(token) else (part for part in found.tokens if walk.is_part(part, place))
+    return {"": token, **{part[len(place) :]: found.tokens[part] for part in below}}
 
 
 def _is_scalar(token: Any) -> bool:

@@ -287,6 +287,38 @@ def test_setting_in_an_attribute_that_resets_write_is_copied(change: Change, use
     assert copy_outcome(env) == "copied"
 
 
+class Counting(Line):
+    """Environment that counts its episodes in a dict of the caller's."""
+
+    def __init__(self, options: dict[str, float]) -> None:
+        super().__init__()
+        self.options = options
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.options["episodes"] = self.options.get("episodes", 0) + 1
+        return super().reset(seed=seed)
+
+    def push(self, action: Any) -> float:
+        return self.options["episodes"] + self.options.get("wind", 0.0)
+
+
+class Optioned(Scaled):
+    def __init__(self, env: Any, options: dict[str, float]) -> None:
+        super().__init__(env)
+        self.options = options
+
+
+@pytest.mark.parametrize("change", [{}, {"wind": 5.0}])
+def test_dict_that_two_layers_share_is_copied_with_what_resets_added(
+    change: dict[str, float], copy_outcome: Any
+) -> None:
+    options: dict[str, float] = {"size": 1.0}
+    env = Optioned(Counting(options), options)
+    rollout(env)
+    options.update(change)
+    assert copy_outcome(env, "options") in EITHER
+
+
 # -- gymnasium's wrappers, and changes of their options.
 
 
