@@ -90,7 +90,7 @@ class FrameStorage(TensorStorage):
     :param device: Device of samples. Stored elements stay in main memory.
     :param ndim: Number of batch dimensions that ``max_size`` counts, as in ``LazyTensorStorage``.
     :param pixels: Keys of the images; ``"pixels"`` includes ``("next", "pixels")``. None: all uint8 leaves with at
-        least two dimensions and 1,024 bytes, and floating-point ones of that size with three, two of them 8 or longer.
+        least two dimensions and 1,024 bytes. Floating-point leaves need three dimensions, of which two are 8 or longer.
     :param codec: ``"patch"`` (the default), ``"raw"`` (uncompressed), or ``"jpeg"``, which is lossy and slow, for
         natural images of one or three channels.
     :param max_error: Largest error of a pixel value. 0 is lossless.
