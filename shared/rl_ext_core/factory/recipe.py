@@ -249,8 +249,9 @@ def pack_values(original: Fingerprint, paths: Sequence[str]) -> list[Change | st
 
 def _pack_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> Change | str:
     """Pickle the value at a path as a change; return the reason if that is impossible."""
-    while (steps := _steps_to(original, path)) is None and path in original.steps:
-        path = original.steps[path][0]  # It cannot be set itself, but its holder may be.
+    while path in original.steps and original.steps[path][1] is None:  # It cannot be set itself, but its holder can.
+        path = original.steps[path][0]
+    steps = _steps_to(original, path)
     if not steps or path not in original.objects:
         return "it cannot be set on a copy"
     for where, reason in original.hidden.items():
