@@ -37,7 +37,7 @@ from rl_ext_core.frames.log_read import (
     decode_transitions,
     find_handles,
 )
-from rl_ext_core.frames.log_recover import are_pairs, replay_segment, write_note
+from rl_ext_core.frames.log_recover import are_pairs, drop_rows, replay_segment, write_note
 from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, open_segments
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
 from rl_ext_core.frames.log_write import (
@@ -335,12 +335,10 @@ class FrameLog:
         :raises StorageError: If the disk is full. Nothing was dropped.
         """
         self._prepare_note()
-        rows = (position + np.arange(self.capacity - stored)) % self.capacity
-        self.pairs[rows[rows < self._n_written]] = 0
-        self.state[[fields.POSITION, fields.STORED]] = position, stored
+        drop_rows(self.state, self._n_written, position, stored)
         if self.folder is not None:
             write_note(self.state, False)
-        self.count_live()
+        self._free_dead_segments()
 
     def write_newest_data(self) -> None:
         """Make a change of the caller's data in the newest row survive the process.

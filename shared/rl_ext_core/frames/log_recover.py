@@ -1,4 +1,4 @@
-"""Kernels that find and check the transitions of a log in files of an earlier process, or a pickle."""
+"""Kernels that drop transitions from a log, and find and check those in files of an earlier process, or a pickle."""
 
 from __future__ import annotations
 
@@ -53,6 +53,21 @@ from rl_ext_core.frames.log_state import (
     read_header,
 )
 from rl_ext_core.frames.log_write import finish_record, header_words, record_checksum, set_pair
+
+
+@atomic_kernel
+def drop_rows(state, n_rows, position, stored):  # type: ignore[no-untyped-def]
+    """Drop all transitions except the ``stored`` ones before a position, which becomes the next one.
+
+    :param n_rows: Rows from here on are empty.
+    """
+    capacity, n_pairs = state[CAPACITY], state[N_ENVS] * state[N_COLUMNS]
+    for row in range(n_rows):
+        if (position - 1 - row) % capacity >= stored:
+            for k in range(n_pairs):
+                if int64s(state[PAIRS] + 8 * (row * n_pairs + k), 1)[0]:
+                    set_pair(state, row * n_pairs + k, int64(0))
+    state[POSITION], state[STORED] = position, stored
 
 
 @atomic_kernel
