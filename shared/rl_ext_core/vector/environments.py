@@ -183,6 +183,9 @@ def store_reward(rewards: np.ndarray[Any, Any], index: int, reward: Any) -> None
 
     :raises EnvironmentOutputError: If ``reward`` is anything else, as None or ``np.array([1.0, 2.0])``.
     """
+    if isinstance(reward, (float, int)):  # checking the axes of a number takes ten times as long
+        rewards[index] = reward
+        return
     number = np.squeeze(reward) if np.ndim(reward) else reward
     try:
         float(number)  # NumPy would store None as NaN
