@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 from functools import partial
-from operator import setitem
 from typing import Any
 
 import numpy as np
@@ -66,8 +65,7 @@ class TensorVecEnv(VecEnvWrapper):
         ended = [(row, infos[row]) for row in rows if infos[row].get("terminal_observation") is not None]
         final = map_arrays(_copy_to_tensor, observations) if ended else None
         for row, info in ended:
-            write = lambda batch, last, row=row: setitem(batch, row, _copy_to_tensor(np.asarray(last)))  # noqa: E731
-            map_arrays(write, final, info["terminal_observation"])
+            map_arrays(partial(_write_row, row), final, info["terminal_observation"])
         build = partial(_write_final_observations, infos, final)
         found = TensorInfos(torch.from_numpy(dones), torch.from_numpy(truncated), final, build)
         return map_arrays(_copy_to_tensor, observations), torch.tensor(rewards), found.dones, found
@@ -91,6 +89,10 @@ def map_data(function: Any, value: Any) -> Any:
     if isinstance(value, dict) and all(isinstance(part, torch.Tensor | np.ndarray) for part in value.values()):
         return {key: function(part) for key, part in value.items()}
     return value
+
+
+def _write_row(row: int, batch: torch.Tensor, value: Any) -> None:
+    batch[row] = _copy_to_tensor(np.asarray(value))
 
 
 def _write_final_observations(infos: list[Any], original: Any, found: TensorInfos) -> list[Any]:
@@ -293,7 +295,10 @@ class TensorVecNormalize(VecNormalize):
         """Apply a function of a tensor and its statistics to observations that are normalized."""
         if not self.norm_obs:
             return observations
-        apply = lambda statistics, part: function(part, statistics.to(part.device))  # noqa: E731
+
+        def apply(statistics: TensorRunningMeanStd, part: torch.Tensor) -> torch.Tensor:
+            return function(part, statistics.to(part.device))  # type: ignore[no-any-return]
+
         found = map_arrays(apply, vars(self)["obs_rms"], observations)
         return {**observations, **found} if isinstance(found, dict) else found
 

@@ -300,7 +300,7 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
             raise InvalidArgumentError("the buffer is empty, expected transitions. Call add() first")
         rows = np.random.randint(0, held, size=batch_size)
         if held < self._rows_written:  # the oldest were dropped
-            rows = (self.pos - held + rows) % self.buffer_size
+            rows = (self._observations.store.first + rows) % self.buffer_size
         return rows
 
     def sample_sequences(

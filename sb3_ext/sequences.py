@@ -103,7 +103,7 @@ def _find_steps(
     """
     rows, envs = rows.astype(np.int64), envs.astype(np.int64)  # on Windows, NumPy draws 32-bit integers
     held, n_rows = buffer.size(), buffer.buffer_size
-    oldest = (buffer.pos - held) % n_rows
+    oldest = buffer._observations.store.first
     # Columns are the steps around the given ones, and one more in front: the step before the longest burn-in.
     ages = ((rows - oldest) % n_rows)[:, None] + np.arange(-burn_in - 1, length)
     is_held = (ages >= 0) & (ages < held)

@@ -61,16 +61,17 @@ _PLAIN_SAMPLER = "torchrl_ext.SliceSampler is TorchRL's own, which reads all ele
 
 
 @cache
-def _read_source(cls: type) -> str:
-    """Return the text of the modules that define the methods of a class and its bases."""
+def _words_in_source(cls: type) -> frozenset[str]:
+    """Return the words in the modules that define the methods of a class and its bases."""
     methods = [value for base in cls.__mro__ for value in vars(base).values() if isinstance(value, types.FunctionType)]
     modules = {part.__module__ for part in methods if part.__module__.startswith(("torchrl.", "tensordict."))}
-    return "\n".join(Path(str(sys.modules[name].__file__)).read_text("utf-8") for name in modules)
+    texts = (Path(str(sys.modules[name].__file__)).read_text("utf-8") for name in modules)
+    return frozenset(word for text in texts for word in re.findall(r"\w+", text))
 
 
 def _has_all_names(cls: type, names: str, consequence: str) -> bool:
     """Return whether a class of TorchRL uses all these names; warn if not."""
-    missing = [name for name in names.split() if not re.search(rf"\b{name}\b", _read_source(cls))]
+    missing = [name for name in names.split() if name not in _words_in_source(cls)]
     if missing:
         versions = f"torchrl {torchrl.__version__}, tensordict {tensordict.__version__}"
         warnings.warn(

@@ -338,7 +338,7 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
 
     def __getstate__(self) -> dict[str, Any]:
         # Closures cannot be copied. The copy compiles them again.
-        return {**self.__dict__, "_engine": None, "_last_engine": None}
+        return {**super().__getstate__(), "_engine": None, "_last_engine": None}
 
     def fast_encoding(self, mode: bool = True) -> None:
         """Do nothing. TorchRL's fast encoding has no effect here."""
