@@ -170,6 +170,15 @@ def test_samples_of_transformed_specs_stay_finite(name: str) -> None:
     assert torch.equal(spec.project(samples[0] * 0 + 1e9)[..., 3:], torch.ones_like(samples[0][..., 3:]))
 
 
+def test_random_actions_of_half_bounded_boxes_are_finite() -> None:
+    nested = GymWrapper(SamplingEnv(box(2), spaces.Dict(a=spaces.Dict(b=MIXED), c=spaces.Discrete(2))))
+    check_samples(torch.stack([nested.rand_action()["a", "b"] for _ in range(300)]))
+    batch = GymWrapper(make_vector_env(lambda: SamplingEnv(MIXED, MIXED), 5, "SameStep"))
+    check_samples(torch.stack([batch.rand_action()["action"] for _ in range(100)]))
+    for env in (nested, batch):
+        check_env_specs(env)
+
+
 # -- clip_actions
 
 
