@@ -25,6 +25,7 @@ from rl_ext_core.frames.memory import (
 
 _MAGIC = 0x4C584C52
 _HEADER = struct.Struct("<IIQI")  # magic number, format, number of the segment, words
+_N_WORDS = 4  # word of the header that contains the number of words
 SLACK_BYTES = 128  # readable bytes behind the contents, because kernels read in units of up to 32 bytes
 _NAME = re.compile(r"(\d{12})\.log")
 
@@ -58,7 +59,9 @@ class Segment:
         if memory is None:
             memory = _map_zeros(n_bytes) if path is None else _create_file(path, n_bytes)
         segment = cls(memory, n_words, number, path)
-        _HEADER.pack_into(segment._bytes.data, 0, _MAGIC, FORMAT, number, n_words)
+        header = np.frombuffer(_HEADER.pack(_MAGIC, FORMAT, number, n_words), dtype=np.uint32)
+        segment.words[1 : len(header)] = header[1:]
+        segment.words[0] = _MAGIC  # last: a process that is killed before it leaves no header
         return segment
 
     @classmethod
@@ -71,7 +74,7 @@ class Segment:
         if self.path is None:
             return
         self.n_words = n_words
-        _HEADER.pack_into(self._bytes.data, 0, *_HEADER.unpack_from(self._bytes.data)[:3], n_words)
+        self.words[_N_WORDS] = n_words
         with contextlib.suppress(OSError):  # the space is only an optimization
             os.truncate(self.path, 4 * n_words + SLACK_BYTES)
         _system.unload_pages(self.address, 4 * n_words)
@@ -94,8 +97,9 @@ def open_segments(folder: Path, *, has_gaps: bool) -> list[Segment]:
     found: list[Segment] = []
     for path in sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)):
         with path.open("rb") as file:
-            header = file.read(_HEADER.size)
-        if len(header) < _HEADER.size or not any(header):
+            start = file.read(4 * SEGMENT_HEADER + 8)
+        header, first_record = start[: _HEADER.size], start[4 * SEGMENT_HEADER :]
+        if len(header) < _HEADER.size or not (any(header[:4]) or any(first_record)):
             continue
         magic, version, number, n_words = _HEADER.unpack(header)
         if magic == _MAGIC and version != FORMAT:

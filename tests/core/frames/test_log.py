@@ -187,6 +187,30 @@ def test_folder_whose_oldest_segment_has_no_record_is_opened(tmp_path: Path) -> 
         store.close()
 
 
+@pytest.mark.parametrize("n_words", range(5))
+def test_segment_whose_header_was_not_finished_is_empty(n_words: int, tmp_path: Path) -> None:
+    """A process was killed while it created a segment: the magic number is written last."""
+    store = open_store(tmp_path / "a", 150)
+    add(store, *range(50))
+    store.close()
+    newest = max((tmp_path / "a" / "log-0000").glob("*.log"))
+    path = Segment.create(64, newest.parent, int(newest.stem) + 1).path
+    assert path is not None
+    with path.open("r+b") as file:
+        file.write(bytes(4))
+        file.seek(4 * n_words + 4)
+        file.write(bytes(20 - 4 * n_words - 4))
+    store = open_store(tmp_path / "a", 150)
+    assert check(store) == 49
+    add(store, 50)
+    assert check(store) == 50
+    store.close()
+    with newest.open("r+b") as file:
+        file.write(bytes(4))
+    with pytest.raises(CorruptFileError, match=rf"{newest.name} is damaged: its header"):
+        open_store(tmp_path / "a", 150)
+
+
 def test_position_of_an_empty_folder_is_kept(tmp_path: Path) -> None:
     store = open_store(tmp_path / "a", 150)
     add(store, *range(155))
