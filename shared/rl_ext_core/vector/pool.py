@@ -235,7 +235,11 @@ class Pool:
         self.drain_answers()
         self._is_half_stepped = self._is_half_stepped and None in requests
         for worker in self.workers:
-            self.send_reset(worker, requests[worker.first : worker.last])
+            part = requests[worker.first : worker.last]
+            if self._restarts is not None or any(part):
+                self.send_reset(worker, part)
+            else:
+                worker.answer = None
 
     def send_reset(self, worker: Any, requests: ResetRequests) -> None:
         """Begin to reset the environments of one worker."""
