@@ -135,7 +135,7 @@ def reset_some(env: Any) -> Any:
 
 
 def reset_some_after_a_step(env: Any) -> Any:
-    return env.reset(env.rollout(2)[:, -1]["next"].exclude("reward").clone().set("_reset", SOME.clone()))
+    return env.reset(env.rollout(2)[:, -1]["next"].exclude("reward").clone().set("_reset", SOME[:, 0].clone()))
 
 
 def reset_some_after_a_change(env: Any) -> Any:

@@ -244,6 +244,9 @@ class ParallelEnv(EnvBase):
             rows = torch.stack(masks).any(0).cpu() if masks else torch.ones(self.num_workers, dtype=torch.bool)
             options["reset_mask"] = rows.numpy()
             given = tensordict.select(*self._leaves.keys, *self.reset_keys, strict=False).to("cpu")
+            for key in self.reset_keys:
+                if (mask := given.get(key, None)) is not None and mask.ndim == self.batch_dims:
+                    given[key] = mask.unsqueeze(-1)  # as TorchRL's class, which has masks in buffers of this shape
             for number in rows.nonzero().view(-1).tolist() if not given.is_empty() else ():
                 # Arrays are pickled faster than TensorDicts, and are plain data in records of crashes.
                 items = [(key, value.numpy(force=True)) for key, value in given[number].items(True, True)]
