@@ -344,6 +344,7 @@ def test_nested_outputs_have_the_device_of_the_environment() -> None:
 
 def test_states_of_modules_in_workers_are_restored() -> None:
     env = ParallelEnv(2, NativeEnv)
+    assert env.set_seed(None) is None
     env.rollout(4)
     state = env.state_dict()
     env.rollout(4)

@@ -143,9 +143,10 @@ class TensorDictEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.environment.close()
 
 
-def seed_environment(adapter: Any, seed: int, static: bool) -> int | None:
+def seed_environment(adapter: Any, seed: int | None, static: bool) -> int | None:
     """Seed torch and an environment in a worker, and return the next seed, as TorchRL's workers do."""
-    torch.manual_seed(seed)
+    if seed is not None:
+        torch.manual_seed(seed)
     found: int | None = adapter.environment.set_seed(seed, static_seed=static)
     return found
 
