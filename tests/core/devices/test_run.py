@@ -106,22 +106,6 @@ def test_program_gets_variables_arguments_status_and_signals() -> None:
     assert int(shell.stdout.split()[1], 16) & 1 << 12 == 0  # SIGPIPE is not ignored
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((), "needs a program"),
-        (("--gpu", "1", "--", "python"), "Use --gpu auto"),
-        (("--renderer", "x", "--", "python"), "--renderer x is not known"),
-        *(((option, "", "--", "python"), f"{option} is empty") for option in ("--gpu", "--render", "--renderer")),
-    ],
-)
-def test_wrong_command_starts_nothing(arguments: Sequence[str], says: str) -> None:
-    done = start(*arguments)
-    assert done.returncode in (1, 2)
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("renderer", ["mujoco", "robosuite"])
 def test_verify_renders_before_the_program_starts(renderer: str) -> None:
