@@ -21,7 +21,7 @@ from rl_ext_core.errors import WorkerError
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, episode_log
 from rl_ext_core.recording.capsule import read_capsule
 from rl_ext_core.vector import SharedMemoryVectorEnv
-from tests.environments import Failing
+from tests.environments import Counting, Failing, FailingOnce
 
 ACTIONS = np.random.default_rng(0).integers(0, 2, (93, 3))
 
@@ -259,37 +259,22 @@ def test_observations_of_any_class_are_recorded(kind: str) -> None:
     assert EpisodeRecorder(Special(1)).repeat(env.episode_log()).first_difference is None
 
 
-class DiesInReset(Adjustable):
-    """Wrapper that dies in the second reset of all processes."""
-
-    def __init__(self, env: gymnasium.Env[Any, Any], folder: Path) -> None:
-        super().__init__(env)
-        self.folder = folder
-
-    def reset(self, **arguments: Any) -> Any:
-        count = len(list(self.folder.iterdir()))
-        (self.folder / str(count)).touch()
-        if count == 1:
-            os._exit(3)
-        return self.env.reset(**arguments)
-
-
 @pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
 def test_episode_after_two_restarts_in_one_step_is_repeated(mode: str, tmp_path: Path) -> None:
-    def make() -> Any:
-        return DiesInReset(gymnasium.make("CartPole-v1"), tmp_path)
-
-    envs = SharedMemoryVectorEnv(
-        [make, make_env], autoreset_mode=mode, n_workers=2, restart="truncate", recorder=tmp_path
-    )
+    mark = tmp_path / "mark"
+    mark.touch()
+    make = functools.partial(FailingOnce, str(mark), "reset")
+    options = {"restart": "truncate", "recorder": tmp_path}
+    envs = SharedMemoryVectorEnv([make, Counting], autoreset_mode=mode, n_workers=2, **options)
     envs.reset(seed=3)
+    mark.unlink()  # the new worker dies in its first reset, too
     os.kill(envs._pool.workers[0].process.pid, signal.SIGKILL)
     for actions in ACTIONS[:4]:
         observations = envs.step(actions[:2])[0]
     assert envs.timings.restarts == 2
     log = envs._pool.episode_logs()[0]
     assert [name for name, _ in log.calls].count("reset") == 1
-    check_repetition(log, observations[0])
+    check_repetition(log, observations[0], make)
     envs.close()
 
 
