@@ -85,30 +85,50 @@ def case(order: Sequence[int], environ: Mapping[str, str | None], **more: str) -
 @pytest.mark.sample
 @every_renderer
 def test_render_same_selects_compute_gpu_over_all_orders_and_masks(renderer: str, select_gpus: Ask) -> None:
-    """CUDA's order, and whether masks have indices or UUIDs, are random."""
-    draw, cases, wanted = random.Random(8), [], []
+    """CUDA's order, and whether masks have indices or UUIDs, are random.
+
+    The mask is changed only where robosuite's import check would reject the index, and never for CUDA.
+    """
+    draw, cases, plain, wanted, changed = random.Random(8), [], [], [], []
+    upstream = "robosuite_import" if renderer == "robosuite" else renderer
     for number, (order, mask) in enumerate(orders_and_masks()):
         fastest_first = draw.sample(range(4), 4)
-        environ = {"CUDA_VISIBLE_DEVICES": mask_text(mask, draw.choice(["index", "uuid"]))}
+        by = draw.choice(["index", "uuid"] * 4 + ["no mask"])
+        environ = {} if by == "no mask" else {"CUDA_VISIBLE_DEVICES": mask_text(mask, by)}
         if draw.random() < 0.7:
             environ["CUDA_DEVICE_ORDER"] = draw.choice(["PCI_BUS_ID", "FASTEST_FIRST"])
         counted = range(4) if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" else fastest_first
-        visible = visible_to_torch(environ["CUDA_VISIBLE_DEVICES"], counted)
-        machine = dataclasses.replace(
-            machine_of(order, renderer), fastest_first=tuple(machines.uuid(gpu) for gpu in fastest_first)
-        )
-        for device, gpu in (("auto", visible[0]), (f"cuda:{number % len(mask)}", visible[number % len(mask)])):
-            decision = resolve(
-                device, render="same", renderer=without_version(renderer), inventory=machine, environ=environ
-            )
-            fake = {"FAKE_FASTEST_FIRST": str(build.join_numbers(fastest_first))}
-            cases.append(case(order, {**environ, **decision.variables}, **fake))
+        visible = visible_to_torch(environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3"), counted)
+        fake = {"FAKE_FASTEST_FIRST": str(build.join_numbers(fastest_first))}
+        ask = {
+            "render": "same",
+            "renderer": without_version(renderer),
+            "inventory": dataclasses.replace(
+                machine_of(order, renderer), fastest_first=tuple(machines.uuid(gpu) for gpu in fastest_first)
+            ),
+        }
+        for device, gpu in (("auto", visible[0]), (f"cuda:{number % len(visible)}", visible[number % len(visible)])):
+            decision = resolve(device, environ=environ, **ask)
+            assert decision.gpu.index == gpu
+            variables = decision.variables
+            after = {**environ, **variables}
+            changed.append("CUDA_VISIBLE_DEVICES" in variables)
+            if changed[-1]:
+                assert visible_to_torch(after["CUDA_VISIBLE_DEVICES"], counted) == visible
+                # A second decision does not change the mask again, and nothing is reported about it.
+                del variables["CUDA_VISIBLE_DEVICES"]
+                assert resolve(device, environ=after, **ask).variables == variables
+            cases.append(case(order, after, **fake))
+            plain.append(case(order, {**environ, **variables}, **fake))
             wanted.append(gpu)
     assert len(cases) == 2 * 1536
-    assert select_gpus(renderer, cases) == wanted
+    for name in {upstream, "mujoco" if renderer == "robosuite" else renderer}:
+        assert select_gpus(name, cases) == wanted
+    assert [choice is None for choice in select_gpus(upstream, plain)] == changed
+    assert any(changed) == (renderer == "robosuite")
     alone = [case(order, {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}) for order, mask in orders_and_masks()]
     right = [
-        choice == mask[0] for choice, (_, mask) in zip(select_gpus(renderer, alone), orders_and_masks(), strict=True)
+        choice == mask[0] for choice, (_, mask) in zip(select_gpus(upstream, alone), orders_and_masks(), strict=True)
     ]
     assert sum(right) == CORRECT_BY_MASK_ALONE[renderer]
 
@@ -163,42 +183,6 @@ def test_rule_matches_renderer_on_unusual_masks(renderer: str, lacks: str, selec
         expected.append(selected_gpu(rule, steering, dataclasses.replace(machine, egl=egl), order))
     assert {None, -1, 0, 1} <= set(expected)
     assert select_gpus(renderer, cases) == expected
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("by", ["index", "uuid"])
-def test_robosuite_imports_computes_and_renders_right_over_all_masks_and_targets(by: str, select_gpus: Ask) -> None:
-    """The mask is changed only where robosuite's import check would reject the index, and never for CUDA."""
-    cases, plain, wanted, changed = [], [], [], []
-    shown = {mask: visible_to_torch(mask_text(mask, by), range(4)) for mask in MASKS}
-    for order, mask in [*orders_and_masks(), *(((*order, -1), None) for order in ORDERS)]:
-        machine = machine_of(order, "robosuite")
-        environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask_text(mask, by)}
-        for ordinal, gpu in enumerate(range(4) if mask is None else mask):
-            decision = resolve(
-                f"cuda:{ordinal}", render="same", renderer="robosuite", inventory=machine, environ=environ
-            )
-            after = {**environ, **decision.variables}
-            assert decision.gpu.index == gpu
-            if "CUDA_VISIBLE_DEVICES" in decision.variables:
-                assert mask is not None
-                assert visible_to_torch(str(after["CUDA_VISIBLE_DEVICES"]), range(4)) == shown[mask]
-                # A second decision does not change the mask again, and nothing is reported about it.
-                assert resolve(
-                    f"cuda:{ordinal}", render="same", renderer="robosuite", inventory=machine, environ=after
-                ).variables == {
-                    name: text for name, text in decision.variables.items() if name != "CUDA_VISIBLE_DEVICES"
-                }
-            changed.append("CUDA_VISIBLE_DEVICES" in decision.variables)
-            cases.append(case(order, after))
-            plain.append(case(order, {**environ, "MUJOCO_EGL_DEVICE_ID": decision.variables["MUJOCO_EGL_DEVICE_ID"]}))
-            wanted.append(gpu)
-    assert len(cases) == 4800
-    assert select_gpus("robosuite_import", cases) == wanted
-    assert select_gpus("mujoco", cases) == wanted
-    rejected = [choice is None for choice in select_gpus("robosuite_import", plain)]
-    assert rejected == changed
-    assert any(changed)
 
 
 @pytest.mark.sample
