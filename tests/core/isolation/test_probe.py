@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
-import psutil
 import pytest
 
 from rl_ext_core.factory import as_factory
@@ -32,6 +31,7 @@ from tests.core.isolation.variants import (
     UNKNOWN,
     VARIANTS,
 )
+from tests.leaks import wait_until_ended
 from tests.programs import ROOT
 
 
@@ -160,11 +160,8 @@ def empty_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return tmp_path / "temporary"
 
 
-def wait_for_processes(notes: Path) -> bool:
-    until, pids = time.monotonic() + 120, [int(pid) for pid in notes.read_text().split() if pid.isdigit()]
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
-        time.sleep(0.01)
-    return not any(map(psutil.pid_exists, pids))
+def wait_for_processes(notes: Path) -> None:
+    wait_until_ended([int(pid) for pid in notes.read_text().split() if pid.isdigit()])
 
 
 def test_probe_leaves_no_files_and_processes_of_a_messy_environment(
@@ -174,7 +171,7 @@ def test_probe_leaves_no_files_and_processes_of_a_messy_environment(
     assert probe(functools.partial(simulator.Messy, str(notes))).isolation is INDEPENDENT
     assert list(Path().iterdir()) == []
     assert [path for path in empty_temporary_folder.iterdir() if not path.name.startswith("pymp-")] == []
-    assert wait_for_processes(notes)
+    wait_for_processes(notes)
     assert not any(Path(line.split()[2]).exists() for line in notes.read_text().splitlines())
     assert capfd.readouterr() == ("", "")
 
@@ -188,7 +185,7 @@ def test_verdict_on_a_hanging_environment_is_unknown_and_nothing_remains(
     assert verdict.isolation is UNKNOWN
     for words in ("building it hangs, or takes more than 3 s", "timeout=", "probe_timeout=", 'isolation="process"'):
         assert words in verdict.explanation
-    assert wait_for_processes(notes)
+    wait_for_processes(notes)
 
 
 def test_trials_close_their_environments(tmp_path: Path, empty_temporary_folder: Path) -> None:
@@ -235,5 +232,5 @@ def test_trials_end_if_the_calling_process_is_killed(
     caller.send_signal(ending)
     caller.communicate(timeout=120)
     assert caller.returncode in (-ending, 130, 1)
-    assert wait_for_processes(notes)
+    wait_for_processes(notes)
     assert ending is signal.SIGKILL or list(empty_temporary_folder.iterdir()) == []
