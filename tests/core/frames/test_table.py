@@ -7,25 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl_ext_core.frames import StackLayout
 from rl_ext_core.frames.log_table import FrameTable
 from rl_ext_core.frames.store import Observation
+from tests.core.frames.transitions import drifting_transitions
 
-SHAPE = (3, 24, 24)
+LAYOUT = StackLayout((3, 24, 24), np.dtype(np.uint8), 3, 0)
 N_ROWS = 400
 
 
-def make_video(n: int, seed: int) -> tuple[Any, Any]:
-    """Return stacks of a moving block, and the next stacks, shape ``(n, *SHAPE)``."""
-    random = np.random.default_rng(seed)
-    frames = np.tile(np.add.outer(np.arange(24), np.arange(24) * 3).astype(np.uint8), (n + 3, 1, 1))
-    for number, (y, x) in enumerate(random.integers(0, 20, (n + 3, 2))):
-        frames[number, y : y + 4, x : x + 4] = random.integers(0, 256, (4, 4))
-    stacks = np.stack([frames[i : i + n + 1] for i in range(3)], 1)
-    return stacks[:-1].copy(), stacks[1:].copy()
-
-
 def read(table: FrameTable, rows: Any) -> Any:
-    outs = np.empty((2, len(rows), *SHAPE), np.uint8)
+    outs = np.empty((2, len(rows), *LAYOUT.shape), np.uint8)
     table.get(rows, *outs)
     return outs
 
@@ -36,11 +28,12 @@ def test_rows_in_any_order_stay_as_they_were_first_read(options: Any, in_folder:
     if options.get("codec") == "jpeg":
         pytest.importorskip("simplejpeg")
     table = FrameTable(
-        N_ROWS, Observation(SHAPE, np.uint8, n_stack=3, **options), folder=tmp_path if in_folder else None
+        N_ROWS, Observation(LAYOUT.shape, np.uint8, n_stack=3, **options), folder=tmp_path if in_folder else None
     )
-    random, expected = np.random.default_rng(0), np.zeros((2, N_ROWS, *SHAPE), np.uint8)
+    random, expected = np.random.default_rng(0), np.zeros((2, N_ROWS, *LAYOUT.shape), np.uint8)
     for seed in range(40):
-        stacks, nexts = make_video(60, seed)
+        steps = drifting_transitions(LAYOUT, 60, n_envs=1, seed=seed)
+        stacks, nexts = (np.concatenate(part) for part in zip(*steps, strict=True))
         if seed % 9 == 5:  # a failed write leaves everything as it was
             table.put(random.permutation(N_ROWS)[:60], stacks, nexts)
             table.roll_back()
@@ -55,6 +48,6 @@ def test_rows_in_any_order_stay_as_they_were_first_read(options: Any, in_folder:
     expected[:, [8, 7]] = expected[:, [7, 9]]
     np.testing.assert_array_equal(read(table, np.arange(N_ROWS)), expected)
     if not in_folder:
-        again = FrameTable(N_ROWS, Observation(SHAPE, np.uint8, n_stack=3, **options))
+        again = FrameTable(N_ROWS, Observation(LAYOUT.shape, np.uint8, n_stack=3, **options))
         again.restore(table.contents())
         np.testing.assert_array_equal(read(again, np.arange(N_ROWS)), expected)
