@@ -10,13 +10,12 @@ import pytest
 
 from rl_ext_core.cli.doctor import DoctorReport, examine
 from rl_ext_core.devices import Inventory, _probe, inventory
-from rl_ext_core.devices import verify as verify_module
 from rl_ext_core.devices.inventory import installed_versions
-from rl_ext_core.devices.verify import GpuUse, Verification, list_gpu_uses, verify
+from rl_ext_core.devices.verify import Verification, verify
 from tests.core.devices import run_code
-from tests.core.devices.doctor_cases import CASES, EGL, NO_GPU, WITHOUT_EGL, FakeNvml, report_as_text, report_of
+from tests.core.devices.doctor_cases import CASES, EGL, NO_GPU, WITHOUT_EGL, report_as_text, report_of
 from tests.core.devices.fakes import build
-from tests.core.devices.machines import egl, gpus, machine, uuid
+from tests.core.devices.machines import egl, machine
 
 
 def lines_to_copy(report: DoctorReport) -> list[str]:
@@ -208,16 +207,3 @@ def test_verification_is_compared_with_decision(seen: Verification, problem: str
     report = examine(machine(1), environ, verified=[seen])
     assert report.healthy == (problem is None)
     assert (problem or "as predicted") in report_as_text(report, width=200)
-
-
-def test_gpus_of_processes_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpus(2), computing={7: 0, 9: 0}, rendering={7: 0}))
-    monkeypatch.setattr(verify_module, "_HOST_PIDS", os.readlink("/proc/self/ns/pid"))
-    first, second, graphics = (
-        GpuUse(pid, uuid(0), kind, 2**21) for pid, kind in ((7, "compute"), (9, "compute"), (7, "graphics"))
-    )
-    assert list_gpu_uses([7, 9]) == (first, second, graphics)
-    assert list_gpu_uses([9]) == (second,)
-    assert list_gpu_uses([1]) == ()
-    monkeypatch.setattr(verify_module, "_HOST_PIDS", "pid:[0]")  # NVML's IDs are not those of a container
-    assert list_gpu_uses([7]) is None

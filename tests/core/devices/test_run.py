@@ -153,7 +153,12 @@ def test_doctor_of_a_process_compares_its_gpus(
         assert "2 MiB" in printed
         assert (f"it renders on {uuid(1)}, but computes on {uuid(0)}" in printed) == elsewhere
         assert main(["doctor", "--pid", str(child.pid), "--json"]) == int(elsewhere)
-        assert json.loads(capsys.readouterr().out)["environ"] == {MASK: "1"}
+        data = json.loads(capsys.readouterr().out)
+        assert data["environ"] == {MASK: "1"}
+        uses = [(uuid(0), "compute"), (uuid(int(elsewhere)), "graphics")]
+        assert data["process"]["uses"] == [
+            {"pid": child.pid, "uuid": gpu, "kind": kind, "memory": 2**21} for gpu, kind in sorted(uses)
+        ]
         monkeypatch.setattr(verify_module, "_HOST_PIDS", "pid:[0]")
         assert main(["doctor", "--pid", str(child.pid)]) == 0
         assert "unknown in a container" in capsys.readouterr().out

@@ -84,7 +84,7 @@ def test_worker_error_survives_pickling() -> None:
 
 @pytest.mark.parametrize("method", UNPICKLING_METHODS)
 def test_unpickling_error_of_arguments_reaches_the_parent(method: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with group(method, arguments=("", worker_functions.Unloadable())) as workers:
+    with group(method, arguments=("", worker_functions.RaisesWhenUnpickledError())) as workers:
         with pytest.raises(WorkerError) as caught, workers.watch.operation("start"):
             workers.pipes[1].recv()
         text = str(caught.value)
