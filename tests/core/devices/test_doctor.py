@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from importlib import util
 from pathlib import Path
 
 import pytest
 
 from rl_ext_core.cli.doctor import DoctorReport, examine
-from rl_ext_core.devices import Inventory, _probe, inventory
+from rl_ext_core.devices import Inventory, inventory, resolve
 from rl_ext_core.devices.inventory import installed_versions
-from rl_ext_core.devices.verify import Verification, verify
+from rl_ext_core.devices.verify import Verification, verify, verify_decision
 from tests.core.devices import run_code
 from tests.core.devices.doctor_cases import CASES, EGL, NO_GPU, WITHOUT_EGL, report_as_text, report_of
 from tests.core.devices.fakes import build
@@ -170,18 +169,9 @@ def test_verify_names_missing_package_and_install_line(
     assert lines[0].endswith(f'{extra}"')
 
 
-@pytest.mark.parametrize(
-    ("code", "failure"),
-    [
-        ("import os; os.kill(os.getpid(), 11)", "ended by signal 11 (Segmentation fault): it printed no error"),
-        ("import sys; sys.exit('no\\ndriver')", "ended with exit status 1: driver"),
-        ("pass", "ended with exit status 0: it printed no error"),
-    ],
-)
-def test_end_of_a_queried_process_is_reported(code: str, failure: str) -> None:
-    answer = _probe.run_program([sys.executable, "-S", "-c", code], os.environ, 60.0)
-    assert answer["failure"].endswith(failure)
-    assert "could not be started" in _probe.run_program(["/nowhere/python"], {}, 60.0)["failure"]
+def test_interpreter_that_cannot_be_started_is_reported() -> None:
+    decision = resolve("cpu", render="cpu", renderer="mujoco", inventory=machine(1), environ={})
+    assert "could not be started" in str(verify_decision(decision, python="/nowhere/python").problem)
 
 
 H100 = "NVIDIA H100/PCIe/SSE2"
