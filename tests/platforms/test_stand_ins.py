@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.core.devices.fakes.build import compile_library
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -47,21 +48,10 @@ IMITATED: dict[str, tuple[str, ...]] = {"windows": (ONE_PROCESS,), "macos": (ONE
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_library_with_one_instance_per_process(system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RL_EXT_TEST_LIBRARY", compile_library(tmp_path))
+    name, *options = ("simulator.dll", "-static") if sys.platform == "win32" else ("lib.so", "-fPIC", "-pthread")
+    compile_library(Path(__file__).with_name("simulator.c"), tmp_path / name, *options)
+    monkeypatch.setenv("RL_EXT_TEST_LIBRARY", str(tmp_path / name))
     names = IMITATED.get(system, ())
     done = run(system, "tests/platforms/dll.py", *names)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert all(f"ok     {name}" in done.stdout for name in names or [DEATHS])
-
-
-def compile_library(folder: Path) -> str:
-    """Compile the C simulator into a shared library; skip the test without a compiler."""
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    on_windows = sys.platform == "win32"
-    path = folder / ("simulator.dll" if on_windows else "libsimulator.so")
-    options = ["-static"] if on_windows else ["-fPIC", "-pthread"]
-    source = Path(__file__).with_name("simulator.c")
-    subprocess.run([compiler, "-shared", *options, str(source), "-o", str(path)], check=True)
-    return str(path)

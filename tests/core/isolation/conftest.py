@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.isolation import variants
 from tests.core.isolation.simulator import Simulator
 
@@ -15,11 +13,9 @@ Variant = Callable[[str], "functools.partial[Simulator]"]
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Variant:
-    """Return a function that compiles a variant of the toy simulator once. Without a C compiler, skip the test."""
-    compiler, folder = shutil.which("cc"), tmp_path_factory.mktemp("simulators")
-    if compiler is None:
-        skip_or_fail("no C compiler (cc) for the toy simulator: apt-get install gcc libc6-dev")
-    return functools.cache(lambda name: variants.compiled(name, folder, compiler))
+    """Return a function that compiles a variant of the toy simulator once."""
+    folder = tmp_path_factory.mktemp("simulators")
+    return functools.cache(lambda name: variants.compiled(name, folder))
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 from pathlib import Path
 
 from rl_ext_core.isolation import Isolation
+from tests.core.devices.fakes.build import compile_library
 from tests.core.isolation.simulator import Simulator
 
 SOURCE = Path(__file__).parent / "sim.c"
@@ -54,12 +54,9 @@ COLLIDING = {
 HANGING = "HANG_OF_SECOND"
 
 
-def compiled(name: str, folder: Path, compiler: str) -> functools.partial[Simulator]:
+def compiled(name: str, folder: Path) -> functools.partial[Simulator]:
     library = folder / name.lower() / "libsim.so"
     library.parent.mkdir()
-    command = [compiler, "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-DVARIANT={name}"]
-    command += [f'-DSHARED_MEMORY_NAME="/{SHARED_MEMORY.name}"']
-    command += ["-o", str(library), str(SOURCE), "-pthread", "-lrt", "-ldl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{name} does not compile:\n{done.stderr}"
+    defined = [f"-DVARIANT={name}", f'-DSHARED_MEMORY_NAME="/{SHARED_MEMORY.name}"']
+    compile_library(SOURCE, library, "-fPIC", "-Werror", *defined, "-pthread", "-lrt", "-ldl")
     return functools.partial(Simulator, str(library))
