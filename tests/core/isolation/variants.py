@@ -18,8 +18,10 @@ INDEPENDENT, SINGLE, SHARED = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE, 
 COLLIDE, NON_DETERMINISTIC, BROKEN = Isolation.PROCESSES_COLLIDE, Isolation.NON_DETERMINISTIC, Isolation.BROKEN
 UNKNOWN = Isolation.UNKNOWN
 
+OWN_CWD, ONE_AT_A_TIME = 'use make_vec_env(..., cwd="own")', "so only one instance can run at a time"
 # Expected verdict of each variant, and a part of the explanation.
 VARIANTS = {
+    "SEEDED_BY_CLOCK": (NON_DETERMINISTIC, "does not return the same twice"),
     "GOOD": (INDEPENDENT, "bit for bit"),
     "BACKGROUND_THREAD": (INDEPENDENT, "bit for bit"),
     "NULL_FOR_SECOND": (SINGLE, "building the second raises RuntimeError: the toy simulator gives no handle"),
@@ -36,22 +38,19 @@ VARIANTS = {
     "LAZY_TABLE": (SHARED, "returns something else from its step"),
     "CLOSE_CHANGES_OTHERS": (SHARED, "returns something else from its step"),
     "LAST_CLOSE_CHANGES_LATER": (SHARED, "the third returns something else from its step 1"),
-    "SEEDED_BY_CLOCK": (NON_DETERMINISTIC, "does not return the same twice"),
     "NOTHING_SEEN": (NON_DETERMINISTIC, "nothing that it returned depended on seeds or actions"),
     "NULL_ALWAYS": (UNKNOWN, "could not be tested: building it raises RuntimeError: the toy simulator gives no handle"),
     "CRASH_IN_STEP": (BROKEN, "step 5 of it kills the process by SIGSEGV"),
+    "HANG_OF_SECOND": (SINGLE, "building the second hangs"),  # until the timeout
+    "LOCK_IN_CWD": (COLLIDE, OWN_CWD),
+    "LOCK_IN_TMPDIR": (COLLIDE, ONE_AT_A_TIME),
+    "LOCK_NEXT_TO_LIBRARY": (COLLIDE, ONE_AT_A_TIME),
+    "LOCK_PER_PROCESS": (COLLIDE, OWN_CWD),
+    "STATE_IN_FILES": (COLLIDE, OWN_CWD),
+    "SHARED_MEMORY": (COLLIDE, ONE_AT_A_TIME),
 }
-# Variants whose processes collide: whether separate working directories help, and whether one process may run several.
-COLLIDING = {
-    "LOCK_IN_CWD": (True, False),
-    "LOCK_IN_TMPDIR": (False, False),
-    "LOCK_NEXT_TO_LIBRARY": (False, False),
-    "LOCK_PER_PROCESS": (True, True),
-    "STATE_IN_FILES": (True, True),
-    "SHARED_MEMORY": (False, False),
-}
-# This variant hangs until the timeout.
-HANGING = "HANG_OF_SECOND"
+# Variants of which one process may run several.
+IN_PROCESS = ("GOOD", "BACKGROUND_THREAD", "NULL_ALWAYS", "LOCK_PER_PROCESS", "STATE_IN_FILES")
 
 
 def compiled(name: str, folder: Path) -> functools.partial[Simulator]:
