@@ -98,7 +98,6 @@ WRITERS = {
     "append": ("self.file = open('log.txt', 'a')", "self.file.write('x'); self.file.flush()"),
     "truncate": ("self.file = Path('log.txt').open('w')", "self.file.write('x'); self.file.flush()"),
     "new file": ("os.makedirs('new/log', exist_ok=True)", "open('new/log/a.txt', 'a').write('x')"),
-    "logging": ("self.log = logging.FileHandler('log.txt', 'w')", "self.log.emit(logging.makeLogRecord({'msg': 'x'}))"),
     "arrays": ("np.save('array.npy', np.ones(3))", "np.save('array.npy', 2 * np.load('array.npy'))"),
     "archive": ("np.savez('archive.npz', a=np.ones(3))", "np.savez('new.npz', a=np.ones(3)); np.load('new.npz')"),
     "torch": ("torch.save([1], 'array.npy')", "torch.save([1], Path('log.txt')); torch.save([1], 'new.pt')"),
@@ -109,8 +108,6 @@ WRITERS = {
     "new files": ("Path('a').write_text('x'); os.rename('a', 'b')", "Path('b').read_text(); Path('b').touch()"),
     "copy": ("shutil.copy('log.txt', 'copy.txt')", "shutil.copyfile('array.npy', 'log.txt')"),
     "temporary": ("self.folder = tempfile.mkdtemp()", "Path(self.folder, 'a').write_text(Path('log.txt').read_text())"),
-    "absolute": ("self.file = open(Path('log.txt').absolute(), 'a')", "self.file.write('x'); self.file.flush()"),
-    "monitor": ("self.monitor = Monitor(gymnasium.make('CartPole-v1'), 'log')", "self.monitor.reset()"),
     "new monitor": ("self.monitor = Monitor(gymnasium.make('CartPole-v1'), 'new/log')", "self.monitor.reset()"),
     "videos": ("self.video = video(); self.video.reset(seed=1)", "self.video.step(0)[2] and self.video.reset()"),
 }
@@ -127,7 +124,7 @@ REFUSED = {
     "mode": "Path('log.txt').chmod(0o600)",
 }
 WRITER = """
-import csv, logging, os, shutil, sys, tempfile, types
+import csv, os, shutil, sys, tempfile, types
 from pathlib import Path
 import gymnasium, numpy as np, torch
 sys.modules.setdefault("moviepy", types.ModuleType("moviepy"))  # RecordVideo needs it only when it writes
@@ -153,7 +150,7 @@ class Writer(Faulty):
 @pytest.fixture
 def replay_writer(capsule: Path, tmp_path: Path, replay_command: Any) -> Callable[..., tuple[int, str]]:
     """Return a function that replays with an environment that writes files, and asserts that none changes."""
-    for name in ("log.txt", "log.monitor.csv", "folder/rl-video-episode-0.mp4", "archive.npz"):
+    for name in ("log.txt", "folder/rl-video-episode-0.mp4", "archive.npz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("written by the run\n")
     (tmp_path / "empty.lock").touch()
