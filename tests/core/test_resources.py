@@ -55,7 +55,6 @@ V1_PERIOD = {"sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n"}
         ({V2_QUOTA: "250000 100000\n"}, 3),
         ({V2_QUOTA: "5000 100000\n"}, 1),
         ({V2_QUOTA: "9900000 100000\n"}, 8),
-        ({V2_QUOTA: "nonsense\n"}, 8),
         # Quotas of outer groups.
         ({V2_QUOTA: "max 100000\n", "sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3),
         ({V2_QUOTA: "max 100000\n", "sys/fs/cgroup/job/cpu.max": "300000 100000\n"}, 3),

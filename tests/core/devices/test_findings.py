@@ -187,7 +187,6 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     ({RANK: "3", "WORLD_SIZE": "4"}, WITHOUT_RENDERERS),
     ({RANK: "0", MASK: "2"}, WITHOUT_RENDERERS),  # torchrun --virtual-local-rank
     ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", MASK: "3"}, WITHOUT_RENDERERS),
-    ({**EGL, SHOWN: "all", CAN: "compute,graphics,utility"}, FOUR),
     ({SHOWN: "2", MASK: "2"}, WITHOUT_RENDERERS),
     (EGL, machine(2, versions=CPU_TORCH)),
     ({MASK: "1", "cuda_visible_devices": "1"}, WITHOUT_RENDERERS),
