@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
 from rl_ext_core.frames import FrameStore, Observation, StackLayout
+from rl_ext_core.frames.log_table import FrameTable
 from tests.core.frames.transitions import (
     ReferenceStore,
     append_all,
@@ -193,3 +194,41 @@ def test_adaptive_store_changes_to_jpeg_after_detection(layout: StackLayout) -> 
     assert "lossy" in repr(store)
     again = pickle.loads(pickle.dumps(store))
     again.append(*next(iter(drifting_transitions(layout, 1, seed=5))))
+
+
+# The state machine of FrameStorage tests lossless tables.
+@pytest.mark.parametrize("options", [{"max_error": 3}, {"codec": "jpeg"}], ids=str)
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_table_rows_in_any_order_stay_as_they_were_first_read(options: Any, in_folder: bool, tmp_path: Any) -> None:
+    if options.get("codec") == "jpeg":
+        pytest.importorskip("simplejpeg")
+    layout, n_rows = StackLayout((3, 24, 24), np.dtype(np.uint8), 3, 0), 400
+    observation = Observation(layout.shape, np.uint8, n_stack=3, **options)
+    table = FrameTable(n_rows, observation, folder=tmp_path if in_folder else None)
+    random, expected = np.random.default_rng(0), np.zeros((2, n_rows, *layout.shape), np.uint8)
+
+    def read(table: FrameTable, rows: Any) -> Any:
+        outs = np.empty((2, len(rows), *layout.shape), np.uint8)
+        table.get(rows, *outs)
+        return outs
+
+    for seed in range(40):
+        steps = drifting_transitions(layout, 60, n_envs=1, seed=seed)
+        stacks, nexts = (np.concatenate(part) for part in zip(*steps, strict=True))
+        if seed % 9 == 5:  # a failed write leaves everything as it was
+            table.put(random.permutation(n_rows)[:60], stacks, nexts)
+            table.roll_back()
+            continue
+        rows = random.permutation(n_rows)[:60] if seed > 8 else np.arange(seed * 60, seed * 60 + 60) % n_rows
+        table.put(rows, stacks, nexts)
+        table.commit()
+        expected[:, rows] = read(table, rows)
+        # Copies of rows to other segments do not add errors.
+        np.testing.assert_array_equal(read(table, np.arange(n_rows)), expected)
+    table.copy(np.array([7, 9]), np.array([8, 7]))
+    expected[:, [8, 7]] = expected[:, [7, 9]]
+    np.testing.assert_array_equal(read(table, np.arange(n_rows)), expected)
+    if not in_folder:
+        again = FrameTable(n_rows, observation)
+        again.restore(table.contents())
+        np.testing.assert_array_equal(read(again, np.arange(n_rows)), expected)
