@@ -91,14 +91,14 @@ def test_render_same_selects_compute_gpu_over_all_orders_and_masks(renderer: str
     """
     draw, cases, plain, wanted, changed = random.Random(8), [], [], [], []
     upstream = "robosuite_import" if renderer == "robosuite" else renderer
-    for number, (order, mask) in enumerate(orders_and_masks()):
+    for number, (order, mask) in enumerate([*orders_and_masks(), *(((*order, -1), None) for order in ORDERS)]):
         fastest_first = draw.sample(range(4), 4)
-        by = draw.choice(["index", "uuid"] * 4 + ["no mask"])
-        environ = {} if by == "no mask" else {"CUDA_VISIBLE_DEVICES": mask_text(mask, by)}
+        text = None if mask is None else mask_text(mask, draw.choice(["index", "uuid"]))
+        environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
         if draw.random() < 0.7:
             environ["CUDA_DEVICE_ORDER"] = draw.choice(["PCI_BUS_ID", "FASTEST_FIRST"])
         counted = range(4) if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" else fastest_first
-        visible = visible_to_torch(environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3"), counted)
+        visible = visible_to_torch(text or "0,1,2,3", counted)
         fake = {"FAKE_FASTEST_FIRST": str(build.join_numbers(fastest_first))}
         ask = {
             "render": "same",
@@ -121,7 +121,7 @@ def test_render_same_selects_compute_gpu_over_all_orders_and_masks(renderer: str
             cases.append(case(order, after, **fake))
             plain.append(case(order, {**environ, **variables}, **fake))
             wanted.append(gpu)
-    assert len(cases) == 2 * 1536
+    assert len(cases) == 2 * (1536 + 24)
     for name in {upstream, "mujoco" if renderer == "robosuite" else renderer}:
         assert select_gpus(name, cases) == wanted
     assert [choice is None for choice in select_gpus(upstream, plain)] == changed
