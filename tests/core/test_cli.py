@@ -43,10 +43,6 @@ class Pixels(RandomEnv):
     def make(cls):
         return cls()
 
-class Suite:
-    class Inner:
-        build = Pixels.make
-
 class Loud(Pixels):
     def reset(self, **options):
         print("it starts", flush=True)
@@ -342,7 +338,7 @@ def test_id_of_a_module_that_is_not_imported_gets_its_line() -> None:
 
 
 @pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.parametrize("name", ["Pixels", "Pixels.make", "Suite.Inner.build", "MyPixels-v0"])
+@pytest.mark.parametrize("name", ["Pixels", "Pixels.make", "MyPixels-v0"])
 def test_commands_accept_the_same_environment_names(
     capsys: Out, module: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
