@@ -11,6 +11,7 @@ import pytest
 from gymnasium import spaces
 
 from rl_ext_core.datasets import Episode
+from tests.sb3_ext.vec_checks import assert_equal as assert_equal_values
 
 PARTS = ("observations", "actions", "rewards", "terminations", "truncations")
 
@@ -47,16 +48,6 @@ def random_episodes(
         observations = random_values(observation_space, n + 1, rng)
         found.append(Episode(observations, random_values(action_space, n, rng), rewards, *flags))
     return found
-
-
-def assert_equal_values(found: Any, expected: Any) -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            assert_equal_values(found[key], expected[key])
-    else:
-        assert found.dtype == expected.dtype
-        np.testing.assert_array_equal(found, expected)
 
 
 def assert_equal_episodes(found: Iterable[Episode], expected: Iterable[Episode]) -> None:

@@ -319,20 +319,13 @@ class FailingOnce(Failing):
 
 
 class Gated(Counting):
-    """Environment whose steps wait for a file.
+    """Environment whose steps wait for a file."""
 
-    :param gate: path of the file
-    :param signaled_pid: process that it sends SIGINT to, in its first step
-    """
-
-    def __init__(self, gate: Path, signaled_pid: int | None = None) -> None:
+    def __init__(self, gate: Path) -> None:
         super().__init__()
-        self._gate, self._signaled_pid = gate, signaled_pid
+        self._gate = gate
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self._signaled_pid is not None:
-            os.kill(self._signaled_pid, signal.SIGINT)
-            self._signaled_pid = None
         while not self._gate.exists():
             time.sleep(0.005)
         return super().step(action)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterable
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -57,6 +58,21 @@ def _new_descendants() -> list[psutil.Process]:
 
 def _is_long_lived(process: psutil.Process) -> bool:
     return any(mark in " ".join(process.cmdline()) for mark in _LONG_LIVED)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_ended(pids: Iterable[int]) -> None:
+    """Wait until processes that may be others' children have ended, and fail after two minutes."""
+    end = time.monotonic() + 120
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.01)
 
 
 def remaining_children() -> list[str]:

@@ -42,24 +42,16 @@ def test_blocks_define_their_names_or_blocks_above_do(page: Path) -> None:
 
 # Objects of the reader, and short trainings.
 PRELUDE = """
+import functools
 import gymnasium
 import numpy as np
 import torch
 from stable_baselines3.common.base_class import BaseAlgorithm
+from tests.environments import RandomEnv
 from tests.sb3_ext.tensor_envs import Points
 
-class Images(gymnasium.Env):
-    action_space, observation_space = gymnasium.spaces.Discrete(2), gymnasium.spaces.Box(0, 255, (4, 36, 36), np.uint8)
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        return self.observation_space.sample(), 0.0, False, False, {}
-
-class Dicts(Images):
-    observation_space = gymnasium.spaces.Dict({"camera": Images.observation_space})
+pixels = gymnasium.spaces.Box(0, 255, (4, 36, 36), np.uint8)
+Images, Dicts = functools.partial(RandomEnv, pixels), functools.partial(RandomEnv, gymnasium.spaces.Dict(camera=pixels))
 
 def make_my_env():
     return gymnasium.make("CartPole-v1")

@@ -21,7 +21,7 @@ from rl_ext_core.errors import WorkerError
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, episode_log
 from rl_ext_core.recording.capsule import read_capsule
 from rl_ext_core.vector import SharedMemoryVectorEnv
-from tests.environments import Failing
+from tests.environments import Counting, Failing, FailingOnce
 
 ACTIONS = np.random.default_rng(0).integers(0, 2, (93, 3))
 
@@ -259,37 +259,22 @@ def test_observations_of_any_class_are_recorded(kind: str) -> None:
     assert EpisodeRecorder(Special(1)).repeat(env.episode_log()).first_difference is None
 
 
-class DiesInReset(Adjustable):
-    """Wrapper that dies in the second reset of all processes."""
-
-    def __init__(self, env: gymnasium.Env[Any, Any], folder: Path) -> None:
-        super().__init__(env)
-        self.folder = folder
-
-    def reset(self, **arguments: Any) -> Any:
-        count = len(list(self.folder.iterdir()))
-        (self.folder / str(count)).touch()
-        if count == 1:
-            os._exit(3)
-        return self.env.reset(**arguments)
-
-
 @pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
 def test_episode_after_two_restarts_in_one_step_is_repeated(mode: str, tmp_path: Path) -> None:
-    def make() -> Any:
-        return DiesInReset(gymnasium.make("CartPole-v1"), tmp_path)
-
-    envs = SharedMemoryVectorEnv(
-        [make, make_env], autoreset_mode=mode, n_workers=2, restart="truncate", recorder=tmp_path
-    )
+    mark = tmp_path / "mark"
+    mark.touch()
+    make = functools.partial(FailingOnce, str(mark), "reset")
+    options = {"restart": "truncate", "recorder": tmp_path}
+    envs = SharedMemoryVectorEnv([make, Counting], autoreset_mode=mode, n_workers=2, **options)
     envs.reset(seed=3)
+    mark.unlink()  # the new worker dies in its first reset, too
     os.kill(envs._pool.workers[0].process.pid, signal.SIGKILL)
     for actions in ACTIONS[:4]:
         observations = envs.step(actions[:2])[0]
     assert envs.timings.restarts == 2
     log = envs._pool.episode_logs()[0]
     assert [name for name, _ in log.calls].count("reset") == 1
-    check_repetition(log, observations[0])
+    check_repetition(log, observations[0], make)
     envs.close()
 
 
@@ -311,40 +296,31 @@ def test_call_that_raised_ends_the_log_until_the_next_reset() -> None:
     assert (log.steps, log.is_interrupted) == (1, False)
 
 
-class ReadingItsLog(gymnasium.Env[Any, Any]):
-    """Environment whose steps read the log of their own call, and end the episode after three steps."""
+class ReadingItsLog(Counting):
+    """Environment whose steps read the log of their own call."""
 
     def __init__(self, action_space: gymnasium.Space[Any]) -> None:
-        self.observation_space, self.action_space = gymnasium.spaces.Box(0, 1, (2,), np.float32), action_space
-        self.recorder, self.logs = EpisodeRecorder(self), list[EpisodeLog]()
+        super().__init__()
+        self.action_space = action_space
+        self.recorder, self.log = EpisodeRecorder(self), None
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.logs = []
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        log = self.recorder.episode_log()
-        assert log is not None
-        self.logs.append(log)
-        return np.ones(2, np.float32), 1.0, False, len(self.logs) == 3, {}
+    def step(self, action: Any) -> Any:
+        self.log = self.recorder.episode_log()
+        return super().step(action)
 
 
 @pytest.mark.parametrize("space", [gymnasium.spaces.Discrete(3), gymnasium.spaces.Dict(a=gymnasium.spaces.Discrete(3))])
 def test_log_has_no_results_of_the_episode_before(space: gymnasium.Space[Any]) -> None:
-    env = ReadingItsLog(space)
+    env: Any = ReadingItsLog(space)
     for _ in range(3):
         env.recorder.reset()
-        actions = [space.sample() for _ in range(3)]
+        actions = [space.sample() for _ in range(10)]
         for number, action in enumerate(actions, 1):
-            truncated = env.recorder.step(action)[3]
-            log = env.logs[-1]
-            assert (log.is_interrupted, log.steps, len(log.checksums)) == (True, number, number)
-            assert [given for name, given in log.calls if name == "step"] == actions[:number]
-        assert truncated
-        finished = env.recorder.episode_log()
-        assert finished is not None
-        assert not finished.is_interrupted
+            terminated = env.recorder.step(action)[2]
+            assert (env.log.is_interrupted, env.log.steps, len(env.log.checksums)) == (True, number, number)
+            assert [given for name, given in env.log.calls if name == "step"] == actions[:number]
+        assert terminated
+        assert not env.recorder.episode_log().is_interrupted
 
 
 def test_episode_with_an_attribute_that_cannot_be_pickled_is_not_recorded() -> None:

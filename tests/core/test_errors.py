@@ -30,13 +30,6 @@ def test_each_error_derives_from_a_builtin_and_can_be_pickled(error: type[Except
     assert str(copy) == "text"
 
 
-def test_missing_dependency_error_names_the_package_and_the_install_command() -> None:
-    error = errors._missing_dependency_error("numba", "frames", 'The codec "patch"')
-    assert "The codec \"patch\" needs the package 'numba'" in str(error)
-    assert str(error).splitlines()[-1] == f"    {errors.install_line('frames')}"
-    assert error.name == "numba"
-
-
 def test_install_command_is_the_same_in_docs_and_errors() -> None:
     extras = re.search(r"\[project.optional-dependencies\]\n(.*?)\n\[", (ROOT / "pyproject.toml").read_text(), re.S)[1]
     known = set(re.findall(r"^([a-z0-9_-]+) = \[", extras, re.M))

@@ -55,7 +55,6 @@ V1_PERIOD = {"sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n"}
         ({V2_QUOTA: "250000 100000\n"}, 3),
         ({V2_QUOTA: "5000 100000\n"}, 1),
         ({V2_QUOTA: "9900000 100000\n"}, 8),
-        ({V2_QUOTA: "nonsense\n"}, 8),
         # Quotas of outer groups.
         ({V2_QUOTA: "max 100000\n", "sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3),
         ({V2_QUOTA: "max 100000\n", "sys/fs/cgroup/job/cpu.max": "300000 100000\n"}, 3),
@@ -68,40 +67,33 @@ def test_quotas_of_control_groups_limit_cores(tree: Tree, files: dict[str, str],
     assert usable_cores() == cores
 
 
-def test_available_memory_is_read_from_meminfo(tree: Tree) -> None:
-    assert available_memory() is None
-    tree(MACHINE)
-    assert available_memory() == 8000 * KIB
+def limited_memory(limit: str, used: int, stat: str, version: int = 2) -> dict[str, str]:
+    """Return the files of a machine whose control group limits the memory."""
+    folder = "sys/fs/cgroup/job" if version == 2 else "sys/fs/cgroup/memory/job"
+    names = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+    values = {f"{folder}/memory.{name}": f"{value}\n" for name, value in zip(names, (limit, used), strict=True)}
+    return {**MACHINE, **(V2 if version == 2 else V1), **values, f"{folder}/memory.stat": stat}
 
 
 @pytest.mark.parametrize(
-    ("limit", "used", "cached", "available"),
+    ("files", "available"),
     [
-        ("max", 100, 0, 8000 * KIB),
-        (str(4000 * KIB), 1000 * KIB, 0, 3000 * KIB),
-        (str(4000 * KIB), 3000 * KIB, 500 * KIB, 1500 * KIB),
-        (str(4000 * KIB), 5000 * KIB, 0, 0),
+        ({}, None),
+        (MACHINE, 8000 * KIB),
+        (limited_memory("max", 100, "inactive_file 0\n"), 8000 * KIB),
+        (limited_memory(str(4000 * KIB), 1000 * KIB, "anon 5\nactive_file 7\ninactive_file 0\n"), 3000 * KIB),
+        (limited_memory(str(4000 * KIB), 3000 * KIB, f"active_file 7\ninactive_file {500 * KIB}\n"), 1500 * KIB),
+        (limited_memory(str(4000 * KIB), 5000 * KIB, "inactive_file 0\n"), 0),
+        (limited_memory("9223372036854771712", 1000, "inactive_file 1\n", version=1), 8000 * KIB),
+        (limited_memory("5000", 1000, "inactive_file 1\n", version=1), 4001),
+        (limited_memory("5000", 1000, "inactive_file 1\ntotal_inactive_file 500\n", version=1), 4500),
     ],
 )
-def test_memory_limit_of_the_control_group_excludes_page_cache(
-    tree: Tree, limit: str, used: int, cached: int, available: int
+def test_available_memory_excludes_page_cache_of_the_control_group(
+    tree: Tree, files: dict[str, str], available: int | None
 ) -> None:
-    folder = "sys/fs/cgroup/job"
-    stat = f"anon 5\nactive_file 7\ninactive_file {cached}\n"
-    tree(MACHINE | V2 | {f"{folder}/memory.max": limit, f"{folder}/memory.current": f"{used}\n"})
-    tree({f"{folder}/memory.stat": stat})
+    tree(files)
     assert available_memory() == available
-
-
-def test_memory_limits_of_control_groups_version_1_are_respected(tree: Tree) -> None:
-    folder = "sys/fs/cgroup/memory/job"
-    tree(MACHINE | V1 | {f"{folder}/memory.limit_in_bytes": "9223372036854771712\n"})
-    tree({f"{folder}/memory.usage_in_bytes": "1000\n", f"{folder}/memory.stat": "inactive_file 1\n"})
-    assert available_memory() == 8000 * KIB
-    tree({f"{folder}/memory.limit_in_bytes": "5000\n", f"{folder}/memory.stat": "inactive_file 1\n"})
-    assert available_memory() == 4001
-    tree({f"{folder}/memory.stat": "inactive_file 1\ntotal_inactive_file 500\n"})
-    assert available_memory() == 4500
 
 
 def test_private_memory_is_the_sum_of_clean_and_dirty_pages(tree: Tree) -> None:

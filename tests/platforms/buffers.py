@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_ext_core import cli
 from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import Observation
 from rl_ext_core.frames.shared_memory import MemoryFile, ProcessLock
@@ -58,26 +59,33 @@ def is_missing(name: str) -> bool:
     return False
 
 
-def test_store_in_memory_returns_transitions() -> None:
-    for observations in KINDS:
-        store = open_store(None, CAPACITY, observations)
-        add(store, *range(ADDED))
-        assert check(store) == ADDED - 1
-        store.clear()
-        add(store, *range(10))
-        assert check(store) == 9
+def test_help_is_printed() -> None:
+    """All commands, and workers, are imported. On an imitation, what it hides is missing."""
+    importlib.import_module("rl_ext_core.processes")
+    system = os.environ.get("RL_EXT_STAND_IN")
+    for name in ("fcntl", "resource") if system == "windows" else ():
+        with contextlib.suppress(ImportError):
+            __import__(name, globals())
+            raise AssertionError(f"{name} is there")
+    assert system is None or not hasattr(os, "memfd_create")
+    with contextlib.suppress(SystemExit):
+        cli.main(["--help"])
 
 
 def test_pickle_is_loaded_and_damage_detected() -> None:
-    store = open_store(None, CAPACITY)
-    add(store, *range(ADDED))
-    data = pickle.dumps(store, protocol=5)
-    loaded = pickle.loads(data)
-    add(loaded, *range(ADDED, ADDED + 20))
-    assert check(loaded) == ADDED + 19
-    damaged = bytearray(data)
-    damaged[len(damaged) // 2] ^= 1
-    expect_error(CorruptFileError, "damaged", lambda: pickle.loads(bytes(damaged)))
+    for observations in KINDS:
+        store = open_store(None, CAPACITY, observations)
+        add(store, *range(ADDED))
+        data = pickle.dumps(store, protocol=5)
+        store.clear()
+        add(store, *range(10))
+        assert check(store) == 9
+        loaded = pickle.loads(data)
+        add(loaded, *range(ADDED, ADDED + 20))
+        assert check(loaded) == ADDED + 19
+        damaged = bytearray(data)
+        damaged[len(damaged) // 2] ^= 1
+        expect_error(CorruptFileError, "damaged", lambda data=bytes(damaged): pickle.loads(data))
 
 
 def _use_folder(path: Path, observations: Any) -> None:

@@ -187,7 +187,6 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     ({RANK: "3", "WORLD_SIZE": "4"}, WITHOUT_RENDERERS),
     ({RANK: "0", MASK: "2"}, WITHOUT_RENDERERS),  # torchrun --virtual-local-rank
     ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", MASK: "3"}, WITHOUT_RENDERERS),
-    ({**EGL, SHOWN: "all", CAN: "compute,graphics,utility"}, FOUR),
     ({SHOWN: "2", MASK: "2"}, WITHOUT_RENDERERS),
     (EGL, machine(2, versions=CPU_TORCH)),
     ({MASK: "1", "cuda_visible_devices": "1"}, WITHOUT_RENDERERS),
@@ -321,24 +320,15 @@ def test_applied_decision_is_not_a_finding(this_process: pytest.MonkeyPatch) -> 
     assert len(check_environment()) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("module", ["mujoco", "dm_control._render"])
-def test_backend_set_after_import_is_found(module: str) -> None:
-    ended = run(
-        f"""
-        import warnings; warnings.simplefilter("ignore")
-        import {module}
-        from rl_ext_core.devices import check_environment
-        before = [finding.effect for finding in check_environment() if finding.severity == "error"]
-        os.environ["MUJOCO_GL"] = "osmesa"
-        errors = [found for found in check_environment() if found.severity == "error"]
-        answer = before, [[found.variable, found.effect, found.fix] for found in errors]
-        """
-    )
-    before, after = ended.answer
-    assert before == []
-    assert [(variable, fix) for variable, _, fix in after] == [(GL, "export MUJOCO_GL=osmesa")] * len(after)
-    assert any(f"{module}" in effect and "read MUJOCO_GL" in effect for _, effect, _ in after)
+@pytest.mark.parametrize("renderer", ["mujoco", "dm_control"])
+def test_backend_set_after_import_is_found(renderer: str, this_process: pytest.MonkeyPatch) -> None:
+    for module, attribute in renderers.find_renderer(renderer, FOUR.versions).reads_at_import:
+        this_process.setattr(sys.modules[module], attribute, "egl", raising=False)
+    assert check_environment() == ()
+    this_process.setenv(GL, "osmesa")
+    (found,) = (found for found in check_environment() if "read MUJOCO_GL" in found.effect)
+    assert (found.variable, found.severity, found.fix) == (GL, "error", f"export {GL}=osmesa")
+    assert re.match(rf"{renderer}\.\S+ read MUJOCO_GL='egl' when it was imported", found.effect)
 
 
 @pytest.mark.sample(quick=1)

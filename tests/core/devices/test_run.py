@@ -106,22 +106,6 @@ def test_program_gets_variables_arguments_status_and_signals() -> None:
     assert int(shell.stdout.split()[1], 16) & 1 << 12 == 0  # SIGPIPE is not ignored
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((), "needs a program"),
-        (("--gpu", "1", "--", "python"), "Use --gpu auto"),
-        (("--renderer", "x", "--", "python"), "--renderer x is not known"),
-        *(((option, "", "--", "python"), f"{option} is empty") for option in ("--gpu", "--render", "--renderer")),
-    ],
-)
-def test_wrong_command_starts_nothing(arguments: Sequence[str], says: str) -> None:
-    done = start(*arguments)
-    assert done.returncode in (1, 2)
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("renderer", ["mujoco", "robosuite"])
 def test_verify_renders_before_the_program_starts(renderer: str) -> None:
@@ -169,7 +153,12 @@ def test_doctor_of_a_process_compares_its_gpus(
         assert "2 MiB" in printed
         assert (f"it renders on {uuid(1)}, but computes on {uuid(0)}" in printed) == elsewhere
         assert main(["doctor", "--pid", str(child.pid), "--json"]) == int(elsewhere)
-        assert json.loads(capsys.readouterr().out)["environ"] == {MASK: "1"}
+        data = json.loads(capsys.readouterr().out)
+        assert data["environ"] == {MASK: "1"}
+        uses = [(uuid(0), "compute"), (uuid(int(elsewhere)), "graphics")]
+        assert data["process"]["uses"] == [
+            {"pid": child.pid, "uuid": gpu, "kind": kind, "memory": 2**21} for gpu, kind in sorted(uses)
+        ]
         monkeypatch.setattr(verify_module, "_HOST_PIDS", "pid:[0]")
         assert main(["doctor", "--pid", str(child.pid)]) == 0
         assert "unknown in a container" in capsys.readouterr().out

@@ -111,10 +111,12 @@ def test_missing_numba_raises_with_install_command() -> None:
         "from rl_ext_core.frames import FrameStore, Observation\n"
         "from rl_ext_core.errors import MissingDependencyError\n"
         "try: FrameStore(4, 1, Observation((4, 9, 9), 'u1', 'raw'))\n"
-        "except MissingDependencyError as error: print(error)\n"
+        "except MissingDependencyError as error: print(error.name, error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("A store of frames needs the package 'numba', which is not installed. Install it")
+    assert done.stdout.startswith(
+        "numba A store of frames needs the package 'numba', which is not installed. Install it"
+    )
     assert done.stdout.endswith('rl-ext[frames]"\n')
 
 

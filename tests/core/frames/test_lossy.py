@@ -13,28 +13,17 @@ from hypothesis import strategies as st
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
 from rl_ext_core.frames import FrameStore, Observation, StackLayout
-from tests.core.frames.transitions import ReferenceStore, append_all, check_contents, make_store, make_transitions
+from rl_ext_core.frames.log_table import FrameTable
+from tests.core.frames.transitions import (
+    ReferenceStore,
+    append_all,
+    check_contents,
+    drifting_transitions,
+    make_store,
+    make_transitions,
+)
 
 RGB = StackLayout((9, 20, 100), np.dtype(np.uint8), 3, 0)
-
-
-def drifting_transitions(layout: StackLayout, n_steps: int, *, n_envs: int = 2, seed: int = 0, speed: int = 2) -> Any:
-    """Generate transitions of natural-looking images that move and change a little everywhere."""
-    rng = np.random.default_rng(seed)
-    shape = list(layout.shape)
-    shape[layout.axis] //= layout.n_stack
-    picture = rng.normal(size=(n_envs, *shape))
-    for axis in (-1, -2):
-        for _ in range(40):
-            picture = picture + np.roll(picture, 1, axis)
-    picture = 128 + 60 * picture / picture.std()
-    frames = []
-    for step in range(n_steps + layout.n_stack):
-        picture = np.roll(picture, speed, -1)
-        drift = 15 * np.sin(step / 9 + picture / 30) + rng.normal(size=picture.shape)
-        frames.append((picture + drift).clip(0, 255).astype(np.uint8))
-    stacks = [np.concatenate(frames[at : at + layout.n_stack], axis=layout.axis + 1) for at in range(n_steps + 1)]
-    yield from itertools.pairwise(stacks)
 
 
 @settings(max_examples=60 if "CI" in os.environ else 10)
@@ -140,6 +129,13 @@ ARGUMENT, TYPE = InvalidArgumentError, InvalidTypeError
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
+        ({"capacity": 0}, ARGUMENT, "capacity=0"),
+        ({"n_envs": 0}, ARGUMENT, "n_envs=0"),
+        ({"max_bytes": 1000}, ARGUMENT, "max_bytes=1,000 is too little for 100 x 2 transitions.* Pass a smaller"),
+        *(
+            ({"n_stack": n, "shape": (12, 8, 20)}, ARGUMENT, rf"n_stack={n}.*12 channels.*\[1, 2, 3, 4, 6, 12\].*=None")
+            for n in (0, -1, 7, 256)
+        ),
         ({"max_error": -1}, ARGUMENT, "max_error=-1 must be from 0"),
         ({"max_error": 128}, ARGUMENT, "max_error=128 must be from 0"),
         ({"max_error": 1.5}, TYPE, "max_error=1.5 must be an integer"),
@@ -156,10 +152,13 @@ ARGUMENT, TYPE = InvalidArgumentError, InvalidTypeError
         ({"codec": "jpeg", "shape": (2, 3, 40, 40), "n_stack": 2}, ARGUMENT, "1 or 3 channels"),
     ],
 )
-def test_invalid_lossy_options_are_rejected(options: dict[str, Any], error: Any, text: str) -> None:
-    described = {"shape": (4, 30, 30), "dtype": np.uint8, "n_stack": 4} | options
+def test_invalid_options_are_rejected(options: dict[str, Any], error: Any, text: str) -> None:
+    described = {"shape": (4, 30, 30), "dtype": np.uint8, "n_stack": 4}
+    sizes = {"capacity": 100, "n_envs": 2}
+    for name, value in options.items():
+        (described if name in Observation._fields else sizes)[name] = value
     with pytest.raises(error, match=f"(?s){text}"):
-        FrameStore(10, 1, Observation(**described))
+        FrameStore(observation=Observation(**described), **sizes)
 
 
 JPEGS = [
@@ -195,3 +194,41 @@ def test_adaptive_store_changes_to_jpeg_after_detection(layout: StackLayout) -> 
     assert "lossy" in repr(store)
     again = pickle.loads(pickle.dumps(store))
     again.append(*next(iter(drifting_transitions(layout, 1, seed=5))))
+
+
+# The state machine of FrameStorage tests lossless tables.
+@pytest.mark.parametrize("options", [{"max_error": 3}, {"codec": "jpeg"}], ids=str)
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_table_rows_in_any_order_stay_as_they_were_first_read(options: Any, in_folder: bool, tmp_path: Any) -> None:
+    if options.get("codec") == "jpeg":
+        pytest.importorskip("simplejpeg")
+    layout, n_rows = StackLayout((3, 24, 24), np.dtype(np.uint8), 3, 0), 400
+    observation = Observation(layout.shape, np.uint8, n_stack=3, **options)
+    table = FrameTable(n_rows, observation, folder=tmp_path if in_folder else None)
+    random, expected = np.random.default_rng(0), np.zeros((2, n_rows, *layout.shape), np.uint8)
+
+    def read(table: FrameTable, rows: Any) -> Any:
+        outs = np.empty((2, len(rows), *layout.shape), np.uint8)
+        table.get(rows, *outs)
+        return outs
+
+    for seed in range(40):
+        steps = drifting_transitions(layout, 60, n_envs=1, seed=seed)
+        stacks, nexts = (np.concatenate(part) for part in zip(*steps, strict=True))
+        if seed % 9 == 5:  # a failed write leaves everything as it was
+            table.put(random.permutation(n_rows)[:60], stacks, nexts)
+            table.roll_back()
+            continue
+        rows = random.permutation(n_rows)[:60] if seed > 8 else np.arange(seed * 60, seed * 60 + 60) % n_rows
+        table.put(rows, stacks, nexts)
+        table.commit()
+        expected[:, rows] = read(table, rows)
+        # Copies of rows to other segments do not add errors.
+        np.testing.assert_array_equal(read(table, np.arange(n_rows)), expected)
+    table.copy(np.array([7, 9]), np.array([8, 7]))
+    expected[:, [8, 7]] = expected[:, [7, 9]]
+    np.testing.assert_array_equal(read(table, np.arange(n_rows)), expected)
+    if not in_folder:
+        again = FrameTable(n_rows, observation)
+        again.restore(table.contents())
+        np.testing.assert_array_equal(read(again, np.arange(n_rows)), expected)

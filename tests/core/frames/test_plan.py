@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -11,6 +12,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.frames import FrameStore, Observation, StackLayout, plan, planning
 from rl_ext_core.frames.planning import parse_bytes
 from rl_ext_core.resources import available_memory
+from tests.environments import Failing, RandomEnv
 
 LAYOUT = StackLayout((9, 24, 28), np.dtype(np.uint8), 3, 0)
 SB3 = "SB3 ReplayBuffer"
@@ -21,7 +23,6 @@ class Film(gym.Env[Any, Any]):
 
     action_space = gym.spaces.Discrete(4)
     observation_space: gym.Space[Any] = gym.spaces.Box(0, 255, (80, 100, 3), np.uint8)
-    closed = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -37,9 +38,6 @@ class Film(gym.Env[Any, Any]):
         side = 4 + self.time // 8
         self.frame[10 : 10 + side, self.time : self.time + 10] = self.np_random.integers(200, 250, (side, 10, 1))
         return self.frame
-
-    def close(self) -> None:
-        self.closed += 1
 
 
 @pytest.mark.parametrize("optimize", [False, True])
@@ -108,32 +106,25 @@ def test_plan_range_contains_the_true_cost() -> None:
     assert low * 0.85 <= (store.nbytes - begun) / 1199 + 20 <= high * 1.15
 
 
-class BrokenEnv(Film):
-    def __init__(self, how: str) -> None:
-        self.how = how
-        if how == "dict":
-            self.observation_space = gym.spaces.Dict(image=self.observation_space)
-
+class Shrinking(Film):
     def step(self, action: Any) -> Any:
-        if self.how == "fails":
-            raise ZeroDivisionError("of its own")
         return np.zeros((3, 3), np.uint8), 0.0, False, False, {}
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "text"),
+    ("env", "error", "text"),
     [
-        ("fails", ZeroDivisionError, "of its own"),
-        ("shape", EnvironmentOutputError, r"shape \(3, 3\), but its observation_space has shape \(80, 100, 3\)"),
-        ("dict", InvalidTypeError, "observation_space is Dict"),
+        (Failing("step"), ValueError, "the rope has snapped"),
+        (Shrinking(), EnvironmentOutputError, r"shape \(3, 3\), but its observation_space has shape \(80, 100, 3\)"),
+        (RandomEnv("Dict"), InvalidTypeError, "observation_space is Dict"),
     ],
 )
-def test_broken_env_is_named_and_closed_if_plan_created_it(how: str, error: type[Exception], text: str) -> None:
-    env = BrokenEnv(how)
+def test_broken_env_is_named_and_closed_if_plan_created_it(env: Any, error: type[Exception], text: str) -> None:
+    env.close = mock.Mock()
     for closed, given in enumerate((env, lambda: env)):
         with pytest.raises(error, match=text):
             plan(None, 1000, env=given, steps=150)
-        assert env.closed == closed
+        assert env.close.call_count == closed
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -111,6 +112,25 @@ def make_transitions(
             _transpose_memory(before, layout, rng.random() < transposed),
             _transpose_memory(after, layout, rng.random() < transposed),
         )
+
+
+def drifting_transitions(layout: StackLayout, n_steps: int, *, n_envs: int = 2, seed: int = 0, speed: int = 2) -> Any:
+    """Generate transitions of natural-looking images that move and change a little everywhere."""
+    rng = np.random.default_rng(seed)
+    shape = list(layout.shape)
+    shape[layout.axis] //= layout.n_stack
+    picture = rng.normal(size=(n_envs, *shape))
+    for axis in (-1, -2):
+        for _ in range(40):
+            picture = picture + np.roll(picture, 1, axis)
+    picture = 128 + 60 * picture / picture.std()
+    frames = []
+    for step in range(n_steps + layout.n_stack):
+        picture = np.roll(picture, speed, -1)
+        drift = 15 * np.sin(step / 9 + picture / 30) + rng.normal(size=picture.shape)
+        frames.append((picture + drift).clip(0, 255).astype(np.uint8))
+    stacks = [np.concatenate(frames[at : at + layout.n_stack], axis=layout.axis + 1) for at in range(n_steps + 1)]
+    yield from itertools.pairwise(stacks)
 
 
 def _transpose_memory(

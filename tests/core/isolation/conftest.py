@@ -1,29 +1,39 @@
 from __future__ import annotations
 
 import functools
-import shutil
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.core.devices.fakes.build import skip_or_fail
-from tests.core.isolation import variants
+from tests.core.devices.fakes.build import compile_library
 from tests.core.isolation.simulator import Simulator
 
 Variant = Callable[[str], "functools.partial[Simulator]"]
+# The name contains the process id, because the same tests may run in several processes at a time.
+_SHARED_MEMORY = Path(f"/dev/shm/toy_simulator-{os.getpid()}")
 
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Variant:
-    """Return a function that compiles a variant of the toy simulator once. Without a C compiler, skip the test."""
-    compiler, folder = shutil.which("cc"), tmp_path_factory.mktemp("simulators")
-    if compiler is None:
-        skip_or_fail("no C compiler (cc) for the toy simulator: apt-get install gcc libc6-dev")
-    return functools.cache(lambda name: variants.compiled(name, folder, compiler))
+    """Return a function that compiles a variant of the toy simulator once."""
+    folder = tmp_path_factory.mktemp("simulators")
+    source = Path(__file__).parent / "sim.c"
+
+    @functools.cache
+    def compile_variant(name: str) -> functools.partial[Simulator]:
+        library = folder / name.lower() / "libsim.so"
+        library.parent.mkdir()
+        defined = [f"-DVARIANT={name}", f'-DSHARED_MEMORY_NAME="/{_SHARED_MEMORY.name}"']
+        compile_library(source, library, "-fPIC", "-Werror", *defined, "-pthread", "-lrt", "-ldl")
+        return functools.partial(Simulator, str(library))
+
+    return compile_variant
 
 
 @pytest.fixture
 def variant(compiled: Variant) -> Iterator[Variant]:
     """Return a function that compiles a variant of the toy simulator, and returns the factory of its environment."""
     yield compiled
-    variants.SHARED_MEMORY.unlink(missing_ok=True)
+    _SHARED_MEMORY.unlink(missing_ok=True)

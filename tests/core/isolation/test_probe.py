@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
-import psutil
 import pytest
 
 from rl_ext_core.factory import as_factory
@@ -21,44 +20,56 @@ from rl_ext_core.isolation import Isolation, probe
 from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.isolation import simulator
 from tests.core.isolation.conftest import Variant
-from tests.core.isolation.variants import (
-    BROKEN,
-    COLLIDE,
-    COLLIDING,
-    HANGING,
-    INDEPENDENT,
-    SHARED,
-    SINGLE,
-    UNKNOWN,
-    VARIANTS,
-)
+from tests.leaks import wait_until_ended
 from tests.programs import ROOT
 
+INDEPENDENT, SINGLE, SHARED = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE, Isolation.SHARED_STATE
+COLLIDE, NON_DETERMINISTIC, BROKEN = Isolation.PROCESSES_COLLIDE, Isolation.NON_DETERMINISTIC, Isolation.BROKEN
+UNKNOWN = Isolation.UNKNOWN
 
-@pytest.mark.sample(ci=4)
-@pytest.mark.parametrize("name", ["SEEDED_BY_CLOCK", *(name for name in VARIANTS if name != "SEEDED_BY_CLOCK")])
+OWN_CWD, ONE_AT_A_TIME = 'use make_vec_env(..., cwd="own")', "so only one instance can run at a time"
+# Expected verdict of each variant, and a part of the explanation.
+VARIANTS = {
+    "SEEDED_BY_CLOCK": (NON_DETERMINISTIC, "does not return the same twice"),
+    "GOOD": (INDEPENDENT, "bit for bit"),
+    "BACKGROUND_THREAD": (INDEPENDENT, "bit for bit"),
+    "NULL_FOR_SECOND": (SINGLE, "building the second raises RuntimeError: the toy simulator gives no handle"),
+    "NULL_FOR_LATER": (SINGLE, "building the third, after the first was closed, raises RuntimeError"),
+    "CRASH_OF_SECOND": (SINGLE, "building the second kills the process by SIGSEGV"),
+    "EXIT_OF_SECOND": (SINGLE, "exit code 3 (it printed: 'toy simulator: the license is for one instance')"),
+    "ABORT_IN_STEP": (SINGLE, "step 3 of the first kills the process by SIGABRT"),
+    "CLOSE_KILLS_OTHERS": (SINGLE, "of the first, after the second was closed, kills the process by SIGSEGV"),
+    "CRASH_OF_LAST_CLOSE": (SINGLE, "closing the first, after the second was closed, kills the process by SIGABRT"),
+    "SHARED_GLOBALS": (SHARED, "the first returns something else from its"),
+    "SHARED_RANDOM": (SHARED, "returns something else from its step"),
+    "SHARED_AT_RESET": (SHARED, "returns something else from its"),
+    "SHARED_LATER": (SHARED, "the first returns something else from its step 5"),
+    "LAZY_TABLE": (SHARED, "returns something else from its step"),
+    "CLOSE_CHANGES_OTHERS": (SHARED, "returns something else from its step"),
+    "LAST_CLOSE_CHANGES_LATER": (SHARED, "the third returns something else from its step 1"),
+    "NOTHING_SEEN": (NON_DETERMINISTIC, "nothing that it returned depended on seeds or actions"),
+    "NULL_ALWAYS": (UNKNOWN, "could not be tested: building it raises RuntimeError: the toy simulator gives no handle"),
+    "CRASH_IN_STEP": (BROKEN, "step 5 of it kills the process by SIGSEGV"),
+    "HANG_OF_SECOND": (SINGLE, "building the second hangs"),  # until the timeout
+    "LOCK_IN_CWD": (COLLIDE, OWN_CWD),
+    "LOCK_IN_TMPDIR": (COLLIDE, ONE_AT_A_TIME),
+    "LOCK_NEXT_TO_LIBRARY": (COLLIDE, ONE_AT_A_TIME),
+    "LOCK_PER_PROCESS": (COLLIDE, OWN_CWD),
+    "STATE_IN_FILES": (COLLIDE, OWN_CWD),
+    "SHARED_MEMORY": (COLLIDE, ONE_AT_A_TIME),
+}
+# Variants of which one process may run several.
+IN_PROCESS = ("GOOD", "BACKGROUND_THREAD", "NULL_ALWAYS", "LOCK_PER_PROCESS", "STATE_IN_FILES")
+
+
+@pytest.mark.sample(ci=7)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_verdict_on_each_variant_of_the_simulator(name: str, variant: Variant) -> None:
     expected, text = VARIANTS[name]
-    verdict = probe(variant(name))
+    verdict = probe(variant(name), timeout=2 if name == "HANG_OF_SECOND" else None)
     assert verdict.isolation is expected, verdict
     assert text in verdict.explanation
-    assert (verdict.in_process, verdict.declared_by) == (expected in (INDEPENDENT, UNKNOWN), "probe")
-
-
-@pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.parametrize("name", [*COLLIDING][::-1])
-def test_verdict_on_colliding_processes_says_whether_directories_help(name: str, variant: Variant) -> None:
-    helps, in_process = COLLIDING[name]
-    verdict = probe(variant(name))
-    assert (verdict.isolation, verdict.in_process) == (COLLIDE, in_process), verdict
-    assert ('use make_vec_env(..., cwd="own")' in verdict.explanation) is helps
-
-
-@pytest.mark.slow
-def test_verdict_on_a_second_instance_that_hangs(variant: Variant) -> None:
-    verdict = probe(variant(HANGING), timeout=2)
-    assert verdict.isolation is SINGLE
-    assert "building the second hangs" in verdict.explanation
+    assert (verdict.in_process, verdict.declared_by) == (name in IN_PROCESS, "probe")
 
 
 @pytest.mark.sample(ci=5)
@@ -160,11 +171,8 @@ def empty_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return tmp_path / "temporary"
 
 
-def wait_for_processes(notes: Path) -> bool:
-    until, pids = time.monotonic() + 120, [int(pid) for pid in notes.read_text().split() if pid.isdigit()]
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
-        time.sleep(0.01)
-    return not any(map(psutil.pid_exists, pids))
+def wait_for_processes(notes: Path) -> None:
+    wait_until_ended([int(pid) for pid in notes.read_text().split() if pid.isdigit()])
 
 
 def test_probe_leaves_no_files_and_processes_of_a_messy_environment(
@@ -174,7 +182,7 @@ def test_probe_leaves_no_files_and_processes_of_a_messy_environment(
     assert probe(functools.partial(simulator.Messy, str(notes))).isolation is INDEPENDENT
     assert list(Path().iterdir()) == []
     assert [path for path in empty_temporary_folder.iterdir() if not path.name.startswith("pymp-")] == []
-    assert wait_for_processes(notes)
+    wait_for_processes(notes)
     assert not any(Path(line.split()[2]).exists() for line in notes.read_text().splitlines())
     assert capfd.readouterr() == ("", "")
 
@@ -188,7 +196,7 @@ def test_verdict_on_a_hanging_environment_is_unknown_and_nothing_remains(
     assert verdict.isolation is UNKNOWN
     for words in ("building it hangs, or takes more than 3 s", "timeout=", "probe_timeout=", 'isolation="process"'):
         assert words in verdict.explanation
-    assert wait_for_processes(notes)
+    wait_for_processes(notes)
 
 
 def test_trials_close_their_environments(tmp_path: Path, empty_temporary_folder: Path) -> None:
@@ -235,5 +243,5 @@ def test_trials_end_if_the_calling_process_is_killed(
     caller.send_signal(ending)
     caller.communicate(timeout=120)
     assert caller.returncode in (-ending, 130, 1)
-    assert wait_for_processes(notes)
+    wait_for_processes(notes)
     assert ending is signal.SIGKILL or list(empty_temporary_folder.iterdir()) == []

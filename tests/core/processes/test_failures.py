@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import pickle
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
 from rl_ext_core.errors import WorkerError
+from rl_ext_core.processes.report import ExceptionRecord, WorkerReport
 from tests.core.processes import worker_functions
 from tests.core.processes.worker_groups import UNPICKLING_METHODS, group, pair_with_start_methods
 
@@ -84,7 +88,7 @@ def test_worker_error_survives_pickling() -> None:
 
 @pytest.mark.parametrize("method", UNPICKLING_METHODS)
 def test_unpickling_error_of_arguments_reaches_the_parent(method: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with group(method, arguments=("", worker_functions.Unloadable())) as workers:
+    with group(method, arguments=("", worker_functions.RaisesWhenUnpickledError())) as workers:
         with pytest.raises(WorkerError) as caught, workers.watch.operation("start"):
             workers.pipes[1].recv()
         text = str(caught.value)
@@ -98,3 +102,43 @@ def test_reported_failures_are_not_printed(method: str, capfd: pytest.CaptureFix
     for command in ("raise_bad_level", "exit_text", "segfault"):
         fail_worker(method, command)
     assert capfd.readouterr().err == ""
+
+
+# -- the report that a worker writes
+
+
+def test_truncated_exception_record_is_none() -> None:
+    report = WorkerReport()
+    assert WorkerReport(report.fd).write_exception(ValueError("whole"))
+    os.ftruncate(report.fd, report.size() - 1)
+    assert report.exception_record is None
+
+
+def test_write_exception_returns_false_if_writing_fails() -> None:
+    report = WorkerReport()
+    writer = WorkerReport(report.fd)
+    with open("/dev/full", "w") as full:
+        writer.fd = full.fileno()
+        assert not writer.write_exception(ValueError("lost"))
+
+
+def test_unpickling_an_exception_does_not_import_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = WorkerReport()
+    (tmp_path / "a_simulator.py").write_text("class SimulatorError(Exception): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    error = __import__("a_simulator").SimulatorError("fell over")
+    assert WorkerReport(report.fd).write_exception(error)
+    exception_record = report.exception_record
+    assert type(exception_record.unpickle()) is type(error)
+    del sys.modules["a_simulator"]
+    assert exception_record.unpickle() is None
+    stand_in = exception_record.to_exception()
+    assert (type(stand_in), str(stand_in)) == (RuntimeError, "SimulatorError('fell over')")
+    assert "a_simulator.SimulatorError: fell over" in str(stand_in.__cause__)
+    assert "a_simulator" not in sys.modules
+
+
+def test_exception_of_a_local_class_is_unpickled() -> None:
+    class LocalError(Exception): ...
+
+    assert type(ExceptionRecord.from_exception(LocalError("of a function")).unpickle()) is LocalError

@@ -6,29 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rl_ext_core.processes import get_context
 from tests.core.processes.worker_functions import send_helper_pids
-from tests.core.processes.worker_groups import LIMIT_S, group, pair_with_start_methods
-
-
-def wait_until_ended(pids: Iterable[int]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while left := [pid for pid in pids if _is_running(pid)]:
-        assert time.monotonic() < end, left
-        time.sleep(0.01)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+from tests.core.processes.worker_groups import group, pair_with_start_methods
+from tests.leaks import is_running, wait_until_ended
 
 
 @pytest.mark.sample
@@ -60,7 +45,7 @@ def test_child_processes_of_returned_workers_end_only_under_a_watch() -> None:
     pids = [own_session, *reader.recv()]
     process.join()
     time.sleep(0.2)  # a kill would happen in this time
-    assert all(map(_is_running, pids))
+    assert all(map(is_running, pids))
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
 

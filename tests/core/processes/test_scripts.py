@@ -80,14 +80,13 @@ class Program:
         temporary.mkdir(exist_ok=True)
         path = os.pathsep.join([str(ROOT), str(ROOT / "shared")])
         own = {"PYTHONPATH": path, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", MARK: str(self.folder)}
-        environ = {**os.environ, **own}
-        environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")  # torch would create it in TMPDIR
+        own["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")  # torch would create it in TMPDIR
         process = subprocess.Popen(
             [sys.executable, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environ,
+            env={**os.environ, **own},
             start_new_session=True,
             **options,
         )

@@ -93,11 +93,8 @@ def note(number, frame): came.append(signal.Signals(number).name)
             for name, method in pair_with_start_methods("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR2", "SIGALRM", "SIGXCPU")
         ),
         pytest.param("SIGUSR1", "signal.SIG_IGN", "forkserver", marks=pytest.mark.slow),
-        # These end the parent. The fixture ``program`` fails if a process of its session is left.
-        *(
-            (name, "signal.SIG_DFL", method)
-            for name, method in pair_with_start_methods("SIGUSR1", "SIGQUIT", "SIGKILL")
-        ),
+        # This ends the parent. The fixture ``program`` fails if a process of its session is left.
+        ("SIGKILL", "signal.SIG_DFL", "forkserver"),
     ],
 )
 def test_signals_to_the_process_group_do_not_reach_workers(

@@ -37,11 +37,6 @@ class HostileError(Exception):
     __str__ = __repr__
 
 
-class Unloadable:
-    def __reduce__(self) -> Any:
-        return raise_runtime_error, ()
-
-
 def raise_runtime_error() -> None:
     raise RuntimeError("this does not unpickle")
 

@@ -4,7 +4,6 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import gymnasium
 import pytest
 
 from rl_ext_core._environment_source import as_gymnasium_env
@@ -30,9 +29,7 @@ def test_episode_monitor_equals_sb3_monitor() -> None:
 
 
 class FakeOldGymEnv:
-    @property
-    def unwrapped(self) -> FakeOldGymEnv:
-        return self
+    unwrapped = property(lambda self: self)
 
 
 class FakeGym26Env(FakeOldGymEnv):
@@ -45,11 +42,6 @@ class FakeGym21Env(FakeOldGymEnv):
         return 0
 
 
-class FakeShimmyEnv(gymnasium.Env[Any, Any]):
-    def __init__(self, env: Any) -> None:
-        self.inside = env
-
-
 @pytest.mark.parametrize(("kind", "version"), [(FakeGym26Env, "26"), (FakeGym21Env, "21")])
 def test_old_gym_environments_are_converted_by_shimmy(
     kind: type, version: str, monkeypatch: pytest.MonkeyPatch
@@ -59,7 +51,7 @@ def test_old_gym_environments_are_converted_by_shimmy(
         as_gymnasium_env(env)  # gym is not imported, so the class is unknown
     gym.Env = FakeOldGymEnv
     monkeypatch.setitem(sys.modules, "gym", gym)
-    monkeypatch.setitem(sys.modules, "shimmy", SimpleNamespace(**{name: FakeShimmyEnv}))
+    monkeypatch.setitem(sys.modules, "shimmy", SimpleNamespace(**{name: lambda env: SimpleNamespace(inside=env)}))
     with pytest.warns(UserWarning, match=rf"`{kind.__name__}` is an environment of gym 0\.{version}"):
         assert as_gymnasium_env(env).inside is env
     monkeypatch.setitem(sys.modules, "shimmy", None)

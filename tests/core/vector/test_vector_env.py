@@ -15,7 +15,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, StorageError, WorkerError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
-from tests.environments import Counting, FailingOnce, Gated, RandomEnv, ReusedArrayEnv
+from tests.environments import Counting, FailingOnce, Gated, Informing, RandomEnv, ReusedArrayEnv
 from tests.sb3_ext.vec_checks import assert_equal, raise_interrupt_in
 
 NESTED = spaces.Dict(
@@ -249,20 +249,12 @@ def test_rewards_are_single_numbers() -> None:
         envs.close()
 
 
-class LosesInfos(Counting):
-    episodes = 0
-
-    def reset(self, **options: Any) -> Any:
-        self.episodes += 1
-        observation, info = super().reset(**options)
-        return observation, info if self.episodes == 1 else None
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize(("mode", "n_steps"), [(AutoresetMode.NEXT_STEP, 11), (AutoresetMode.SAME_STEP, 10)])
 def test_error_names_reset_if_its_info_is_none(mode: AutoresetMode, n_steps: int) -> None:
-    envs = SharedMemoryVectorEnv([LosesInfos] * 2, autoreset_mode=mode)
+    envs = SharedMemoryVectorEnv([functools.partial(Informing, "reset", {})] * 2, autoreset_mode=mode)
     envs.reset()
+    envs.set_attr("info", None)
     for _ in range(n_steps - 1):  # the episode ends with the tenth
         envs.step(np.zeros(2, np.int64))
     with pytest.raises(WorkerError, match=r"reset\(\) returned an info of type NoneType"):

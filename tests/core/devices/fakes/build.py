@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,12 +44,19 @@ def require_osmesa() -> None:
     skip_or_fail("OSMesa is not installed; scripts/install_system_packages.sh installs it")
 
 
-def compile_into(folder: Path, compiler: str) -> None:
+def compile_library(source: Path, library: Path, *options: str) -> None:
+    """Compile a C library. Without a compiler, skip the test, or fail it if ``CI`` is set."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        skip_or_fail("no C compiler (cc) for the libraries of tests: apt-get install gcc libc6-dev")
+    command = [compiler, "-std=c11", "-O1", "-Wall", "-Wextra", "-shared", "-o", str(library), str(source), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{source} does not compile:\n{done.stderr}"
+
+
+def compile_drivers(folder: Path) -> None:
     for source, library in LIBRARIES.items():
-        command = [compiler, "-std=c11", "-D_DEFAULT_SOURCE", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC"]
-        command += [f"-Wl,-soname,{library}", "-o", str(folder / library), str(SOURCES / source)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{source} does not compile:\n{done.stderr}"
+        compile_library(SOURCES / source, folder / library, "-fPIC", "-D_DEFAULT_SOURCE", f"-Wl,-soname,{library}")
     # PyOpenGL tries this name first, which may exist on the machine.
     (folder / "libEGL.so").symlink_to("libEGL.so.1")
 

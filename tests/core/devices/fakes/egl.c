@@ -65,7 +65,7 @@ static Bool query_devices(int most, Handle *devices, int *count) {
     const char *fault = getenv("FAKE_EGL_FAULT");
     log_call("eglQueryDevicesEXT");
     if (fault && !strcmp(fault, "crash")) {
-        fputs("the driver has crashed\n", stderr);
+        fputs("the driver begins\nthe driver has crashed\n", stderr);
         abort();
     }
     if (fault && !strcmp(fault, "hang")) sleep(600);
