@@ -161,7 +161,7 @@ def test_rule_matches_renderer(renderer: str, lacks: str, select_gpus: Ask) -> N
     cases, expected = [], []
     unusual = itertools.product(orders, odd, (*VALUES, " 1", "10", "1.0", "1,0", "+1", "1_0", "²"))
     ordinary = [(order, mask_text(mask, "index"), value) for order, mask in orders_and_masks() for value in VALUES]
-    for order, mask, value in (*unusual, *random.Random(8).sample(ordinary, 1500)):
+    for order, mask, value in (*unusual, *random.Random(8).sample(ordinary, 3072)):
         machine = machine_of(order, renderer, 8)
         egl = tuple(dataclasses.replace(device, cuda=device.cuda and not lacks) for device in machine.egl or ())
         environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
