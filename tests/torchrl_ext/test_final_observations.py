@@ -12,6 +12,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import check_env_specs, default_info_dict_reader
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
+from tests.environments import change_results
 from tests.sb3_ext.tensor_envs import Points
 from tests.torchrl_ext.comparison import assert_same_rollouts, make_vector_env, seeded_rollout, tensors
 from tests.torchrl_ext.environments import FaultyWalk, IsaacByIds, SameStep, Walk
@@ -52,8 +53,7 @@ def check_chain(rollout: Any, place: Any = "observation") -> None:
 def test_missing_final_observations_are_nan_or_previous(info: Any, torch_tensors: bool, finds_done_rows: bool) -> None:
     for missing, nested in (("nan", True), ("previous", True), ("previous", False)):
         inner = SameStep([1, 2, 5], None, nested=nested, torch_tensors=torch_tensors)
-        step = inner.step
-        inner.step = lambda action, step=step: (*step(action)[:-1], info)  # type: ignore[method-assign]
+        change_results(inner, lambda *result: (*result[:-1], info))
         env = wrap(inner, missing_final_obs=missing, finds_done_rows=finds_done_rows)
         rollout = env.rollout(9, break_when_any_done=False)
         place, done = place_key(nested), rollout["next", "done"].squeeze(-1)
@@ -142,6 +142,9 @@ def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bo
 LONG = {"age": Unbounded((), dtype=torch.int64), "length": Unbounded((), dtype=torch.int64)}
 
 
+make_pair = partial(make_vector_env, [partial(Walk, 2, 2), partial(Walk, 3, 3)], 2, "SameStep")
+
+
 def make_reader() -> Any:
     return default_info_dict_reader(list(LONG), spec=LONG)
 
@@ -157,7 +160,7 @@ def test_one_reader_serves_several_environments() -> None:
     assert one.info_spec == Composite(LONG)
 
 
-def test_custom_info_reader_gets_infos_without_final_entries() -> None:
+def test_custom_info_reader_gets_no_final_entries_and_statistics_once() -> None:
     seen: list[Any] = []
 
     def read_half_age(info: Any, data: Any) -> Any:
@@ -167,15 +170,17 @@ def test_custom_info_reader_gets_infos_without_final_entries() -> None:
     ours, theirs = (cls(Walk()).set_info_dict_reader(read_half_age) for cls in (GymWrapper, upstream.GymWrapper))
     rollout = assert_same_rollouts(ours, theirs, 20)
     assert torch.equal(rollout["next", "half"] * 2, rollout["next", "observation"][:, 1])
-    env = GymWrapper(make_vector_env(Walk, 2, "SameStep")).set_info_dict_reader(read_half_age)
+    env = GymWrapper(gymnasium.wrappers.vector.RecordEpisodeStatistics(make_pair()))
     seen.clear()
-    env.rollout(20, break_when_any_done=False)
+    env.set_info_dict_reader(read_half_age).rollout(6, break_when_any_done=False)
     assert not any("final_obs" in info or "final_info" in info for info in seen)
+    lengths = [info["episode"]["l"][info["_episode"]] for info in seen if "episode" in info]
+    assert np.concatenate(lengths).tolist() == [2, 3, 2, 2, 3]
 
 
 def test_readers_write_texts_by_row() -> None:
     def make_env(write: Any) -> Any:
-        env = GymWrapper(make_vector_env([partial(Walk, 2, 2), partial(Walk, 3, 3)], 2, "SameStep"))
+        env = GymWrapper(make_pair())
         return env.set_info_dict_reader(lambda info, data: write(data, [f"age {age}" for age in info["age"]]))
 
     env = make_env(lambda data, texts: data.set("text", texts))
@@ -192,23 +197,9 @@ def test_readers_may_edit_tensors_in_steps_that_reset_rows() -> None:
             data["reward"] += 1
         return data
 
-    make = partial(make_vector_env, [partial(Walk, 2, 2), partial(Walk, 3, 3)], 2, "SameStep")
-    plain = seeded_rollout(GymWrapper(make()), 9)["next"]
-    edited = seeded_rollout(GymWrapper(make()).set_info_dict_reader(add_bonus), 9)["next"]
+    plain = seeded_rollout(GymWrapper(make_pair()), 9)["next"]
+    edited = seeded_rollout(GymWrapper(make_pair()).set_info_dict_reader(add_bonus), 9)["next"]
     assert torch.equal(edited["reward"], plain["reward"] + 1)
-
-
-def test_reader_gets_statistics_of_an_episode_once() -> None:
-    read: list[float] = []
-
-    def record_lengths(info: Any, data: Any) -> None:
-        if "episode" in info:
-            read.extend(info["episode"]["l"][info["_episode"]].tolist())
-
-    inner = make_vector_env([partial(Walk, 2, 2), partial(Walk, 3, 3)], 2, "SameStep")
-    env = GymWrapper(gymnasium.wrappers.vector.RecordEpisodeStatistics(inner)).set_info_dict_reader(record_lengths)
-    env.rollout(6, break_when_any_done=False)
-    assert read == [2, 3, 2, 2, 3]
 
 
 @pytest.mark.parametrize("reset_info", [None, {}])
@@ -222,14 +213,7 @@ def test_infos_missing_at_single_resets_are_zero(reset_info: Any) -> None:
 
 
 def report_info(inner: Any, name: str, value: Any) -> Any:
-    step = inner.step
-
-    def step_and_report(action: Any) -> Any:
-        *result, info = step(action)
-        return (*result, {**info, name: value()})
-
-    inner.step = step_and_report
-    return inner
+    return change_results(inner, lambda *result: (*result[:-1], {**result[-1], name: value()}))
 
 
 def test_info_arrays_are_copied() -> None:

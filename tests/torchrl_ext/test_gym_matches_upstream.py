@@ -31,6 +31,7 @@ from torchrl.envs import (
 )
 from torchrl.envs import transforms as t
 
+from tests.environments import change_results
 from tests.torchrl_ext.comparison import INNER, assert_same, assert_same_rollouts, make_vector_env, seeded_rollout
 from tests.torchrl_ext.environments import STAGGERED, DictWalk, SamplingEnv, VectorRewards, Walk, WalkWithoutInfos, box
 from torchrl_ext import GymEnv, GymWrapper
@@ -175,14 +176,9 @@ def test_vector_rewards_of_a_batch_follow_its_reward_space() -> None:
     assert batch(VectorRewards, "Disabled")(GymWrapper).reward_spec.shape == (3, 1)  # gymnasium has none
     inner: Any = make_vector_env(Walk, 3, "Disabled")
     inner.reward_space = spaces.Box(-np.inf, np.inf, (3, 2), np.float32)
-    step = inner.step
-
-    def step_with_two_rewards(action: Any) -> Any:
-        observation, reward, *rest = step(action)
-        return (observation, np.stack([reward, -reward], -1), *rest)
-
-    inner.step = step_with_two_rewards
-    env = GymWrapper(inner)
+    env = GymWrapper(
+        change_results(inner, lambda place, reward, *rest: (place, np.stack([reward, -reward], -1), *rest))
+    )
     check_env_specs(env)
     reward = env.rollout(20, break_when_any_done=False)["next", "reward"]
     assert reward.shape == (3, 20, 2)

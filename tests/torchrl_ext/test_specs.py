@@ -104,21 +104,13 @@ def test_registered_space_conversions_are_used() -> None:
         _conversion_registry.pop(AngleSpace, None)
 
 
-class Minimal:
-    observation_space = ForeignBox(-INF, INF, (2,), np.float32)
-    action_space = SimpleNamespace(n=3)
-
-    def reset(self, seed: int | None = None) -> Any:
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        assert type(action) is int
-        return np.ones(2, np.float32), 1.0, False, False, {}
-
-
 def test_minimal_environment_without_base_class_is_wrapped() -> None:
-    env = GymWrapper(Minimal())
+    inner = make_env_with_spaces(ForeignBox(-INF, INF, (2,), np.float32), SimpleNamespace(n=3))
+    inner.reset = lambda seed=None: (np.zeros(2, np.float32), {})
+    inner.step = lambda action: (np.ones(2, np.float32), float(type(action) is int), False, False, {})
+    env = GymWrapper(inner)
     check_env_specs(env)
+    assert env.rollout(3)["next", "reward"].all()
     assert env.set_seed(3) != 3
     assert type(env.observation_spec["observation"]) is type(Unbounded(2))
 
@@ -157,6 +149,12 @@ VARIANTS: dict[str, Any] = {
     "in a Composite": lambda spec: (
         Composite(a=Composite(b=spec)).expand(3).clone().to("cpu").lock_(recurse=True)["a", "b"]
     ),
+    "of an environment, nested": lambda _: GymWrapper(
+        SamplingEnv(box(2), spaces.Dict(a=spaces.Dict(b=MIXED), c=spaces.Discrete(2)))
+    ).full_action_spec["a", "b"],
+    "of a batch": lambda _: GymWrapper(
+        make_vector_env(partial(SamplingEnv, MIXED, MIXED), 5, "SameStep")
+    ).full_action_spec["action"],
 }
 
 
@@ -168,15 +166,6 @@ def test_samples_of_transformed_specs_stay_finite(name: str) -> None:
     check_samples(samples)
     assert spec.is_in(samples[0])
     assert torch.equal(spec.project(samples[0] * 0 + 1e9)[..., 3:], torch.ones_like(samples[0][..., 3:]))
-
-
-def test_random_actions_of_half_bounded_boxes_are_finite() -> None:
-    nested = GymWrapper(SamplingEnv(box(2), spaces.Dict(a=spaces.Dict(b=MIXED), c=spaces.Discrete(2))))
-    check_samples(torch.stack([nested.rand_action()["a", "b"] for _ in range(300)]))
-    batch = GymWrapper(make_vector_env(lambda: SamplingEnv(MIXED, MIXED), 5, "SameStep"))
-    check_samples(torch.stack([batch.rand_action()["action"] for _ in range(100)]))
-    for env in (nested, batch):
-        check_env_specs(env)
 
 
 # -- clip_actions
@@ -292,31 +281,35 @@ def test_device_attribute_of_a_numpy_environment_is_ignored() -> None:
     assert GymWrapper(Isaac(3), env_type="numpy").device is None
 
 
-@pytest.mark.parametrize("asked", [None, True, False])
-@pytest.mark.parametrize("configured", [True, False])
-def test_time_outs_of_a_finite_horizon_are_terminations(asked: bool | None, configured: bool) -> None:
-    def rollout(**kwargs: Any) -> Any:
-        inner = Isaac(4)
-        inner.cfg.is_finite_horizon = configured
-        return GymWrapper(inner, **kwargs).rollout(30, break_when_any_done=False)["next"]
+def make_isaac(is_finite: bool) -> Isaac:
+    inner = Isaac(4)
+    inner.cfg.is_finite_horizon = is_finite
+    return inner
 
-    plain, found = rollout(finite_horizon=False), rollout(finite_horizon=asked)
+
+HORIZONS: dict[str, tuple[Any, bool]] = {
+    "Isaac Lab": (partial(make_isaac, False), False),
+    "Isaac Lab, finite": (partial(make_isaac, True), True),
+    "single": (Walk, False),
+    "single, TimeLimit": (lambda: gymnasium.wrappers.TimeLimit(Walk(), 5), False),
+    "NumPy batch": (partial(make_vector_env, Walk, 3, "SameStep"), False),
+}
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("name", HORIZONS)
+def test_time_outs_of_a_finite_horizon_are_terminations(name: str, asked: bool | None) -> None:
+    make, finite = HORIZONS[name]
+    skip, finite = 2 if "single" in name else 1, finite if asked is None else asked
+    plain, found = (
+        seeded_rollout(GymWrapper(make(), finite_horizon=option, frame_skip=skip), 40)["next"]
+        for option in (False, asked)
+    )
     assert plain["truncated"].any()
     assert plain["terminated"].any()
     assert torch.equal(found["done"], plain["done"])
-    finite = configured if asked is None else asked
     assert torch.equal(found["terminated"], plain["done"] if finite else plain["terminated"])
     assert torch.equal(found["truncated"], plain["truncated"] & (not finite))
-
-
-def test_finite_horizon_makes_truncations_terminations_for_single_and_numpy_environments() -> None:
-    for make in (Walk, lambda: make_vector_env(Walk, 3, "SameStep"), lambda: gymnasium.wrappers.TimeLimit(Walk(), 3)):
-        env = make()
-        skip = 1 if hasattr(env, "num_envs") else 2
-        rollout = GymWrapper(env, finite_horizon=True, frame_skip=skip).rollout(40, break_when_any_done=False)["next"]
-        assert rollout["done"].any()
-        assert torch.equal(rollout["terminated"], rollout["done"])
-        assert not rollout["truncated"].any()
 
 
 # -- tests of actions: shapes follow the spec, and values are in the action space
