@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from tests.torchrl_ext.environments import DictWalk, WalkWithoutInfos
+from torchrl_ext.frame_storage.view import FrameView
 
 Make = Callable[[], Any]
 
@@ -20,7 +21,7 @@ def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
     assert found.keys(True) == expected.keys(True) or set(found.keys(True)) == set(expected.keys(True))
     assert (found.batch_size, found.device) == (expected.batch_size, expected.device)
     for key, right in expected.items(include_nested=True):
-        left = found.get(key)
+        left, right = (each.decode() if isinstance(each, FrameView) else each for each in (found.get(key), right))
         assert type(left) is type(right), key
         if isinstance(right, torch.Tensor):
             assert (left.dtype, left.shape, left.device) == (right.dtype, right.shape, right.device), key

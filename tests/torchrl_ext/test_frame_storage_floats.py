@@ -12,7 +12,8 @@ from torchrl.data import TensorDictReplayBuffer
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames.codecs import JpegCodec
-from tests.torchrl_ext.frame_data import STACK, Videos, assert_same
+from tests.torchrl_ext.comparison import assert_same
+from tests.torchrl_ext.frame_data import STACK, Videos
 from torchrl_ext import FrameStorage
 
 N = 120

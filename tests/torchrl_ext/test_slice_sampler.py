@@ -26,7 +26,8 @@ from torchrl.data import (
     StreamingSliceSampler,
 )
 
-from tests.torchrl_ext.frame_data import Twins, Videos, assert_same
+from tests.torchrl_ext.comparison import assert_same
+from tests.torchrl_ext.frame_data import Twins, Videos
 from torchrl_ext import FrameStorage, SliceSampler
 from torchrl_ext.frame_storage.columns import FrameColumn
 
