@@ -93,6 +93,11 @@ def change_results(env: Any, change: Callable[..., Any], method: str = "step") -
     return env
 
 
+def add_info(env: Any, name: str, get_value: Callable[[], Any]) -> Any:
+    """Add an entry to the infos of an environment's steps, and return the environment."""
+    return change_results(env, lambda *result: (*result[:-1], {**result[-1], name: get_value()}))
+
+
 class WithMethods(gym.Env[Any, Any]):
     """Environment with methods and attributes that callers use, and images that show its step count."""
 

@@ -1,8 +1,7 @@
 """Tests of GymVecEnv and GymWrapper with vectorized environments of many libraries.
 
-Both wrappers must return the same results as one single environment per row, with the same seeds and actions. The
-results are observations, rewards, flags, last observations, and infos of steps and resets. :data:`TABLE` lists the
-environments, their modes, and their single environments.
+Both wrappers must return the same results as one single environment per row, with the same seeds and actions.
+:data:`TABLE` lists the environments, their modes, and their single environments.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from torchrl.envs import StepCounter, default_info_dict_reader
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import GymVecEnv
+from tests.environments import add_info
 from tests.jax_venv import ROOT
 from tests.torchrl_ext.environments import (
     BoxInfoWalk,
@@ -86,22 +86,9 @@ def replace_step(env: Any) -> Any:
     return env
 
 
-class AddInfo(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):
-    """Wrapper that adds a number to all infos of steps, without gymnasium's mask."""
-
-    def step(self, actions: Any) -> Any:
-        *result, info = self.env.step(actions)
-        return (*result, {**info, "added": np.arange(1.0, ROWS + 1)})
-
-
-class AddInfoRow(InfoWalk):
-    def __init__(self, row: int) -> None:
-        super().__init__()
-        self.row = row
-
-    def step(self, action: Any) -> Any:
-        *result, info = super().step(action)
-        return (*result, {**info, "added": self.row + 1.0})
+def wrap_and_add_info(env: Any) -> Any:
+    """Add a number to all infos of steps in a wrapper, without gymnasium's mask."""
+    return add_info(gymnasium.vector.VectorWrapper(env), "added", lambda: np.arange(1.0, ROWS + 1))
 
 
 class IsaacLabEnv(IsaacByIds):
@@ -279,14 +266,15 @@ class SingleRowEnv:
         return observation[0].copy(), reward[0], terminated[0], truncated[0], self._info(info)
 
 
-class CartPoleRow:
+class CartPoleRow(SingleRowEnv):
     """CartPole with one row, whose first states are copied from a row of the batch.
 
     All rows of the batch share a random number generator.
     """
 
     def __init__(self, env: Any, row: int) -> None:
-        self.batch_env, self.row, self.env = env.unwrapped, row, CartPoleVectorEnv(1, env.unwrapped.max_episode_steps)
+        super().__init__(CartPoleVectorEnv(1, env.unwrapped.max_episode_steps), row, seeds=False)
+        self.batch_env = env.unwrapped
         self.env.reset()
 
     def reset(self, *, seed: int | None = None) -> Any:
@@ -295,10 +283,6 @@ class CartPoleRow:
         assert np.abs(self.env.state).max() <= 0.05
         assert self.batch_env.steps[self.row] == 0
         return self.env.state[:, 0].astype(F32), {}
-
-    def step(self, action: Any) -> Any:
-        observation, reward, terminated, truncated, info = self.env.step(np.array([action]))
-        return observation[0], reward[0], terminated[0], truncated[0], info
 
 
 @cache
@@ -479,9 +463,9 @@ TABLE: dict[str, TableRow] = {
     "RecordEpisodeStatistics of one array": statistics(walks(ArrayReusing)),
     "RecordEpisodeStatistics of SharedMemoryVectorEnv": statistics(walks(shared_memory_env)),
     "RecordEpisodeStatistics, no other infos": statistics(walks(SyncVectorEnv, WalkWithoutInfos)._replace(infos=())),
-    "a wrapper that adds infos": wrapped(AddInfo, walks(SyncVectorEnv), infos=(*InfoWalk.KEYS, "added"))._replace(
-        oracle=lambda env, row: AddInfoRow(row)
-    ),
+    "a wrapper that adds infos": wrapped(
+        wrap_and_add_info, walks(SyncVectorEnv), infos=(*InfoWalk.KEYS, "added")
+    )._replace(oracle=lambda env, row: add_info(InfoWalk(), "added", lambda: row + 1.0)),
     "DictInfoToList(RecordEpisodeStatistics)": wrapped(wrappers.DictInfoToList, statistics(walks(SyncVectorEnv))),
     "TransformObservation": wrapped(
         partial(wrappers.TransformObservation, func=lambda observations: observations / 2),
@@ -930,22 +914,22 @@ def make_envpool() -> Any:
     return envpool.make("CartPole-v1", env_type="gymnasium", num_envs=4, batch_size=2)
 
 
+ASYNCHRONOUS = r"`batch_size=2` with num_envs=[45] .* Use batch_size=[45]"
+POOLS: dict[str, tuple[Any, str]] = {
+    "EnvPool": (partial(Pool, batch_size=2), ASYNCHRONOUS),
+    "ALE": (partial(AtariVectorEnv, "breakout", 4, batch_size=2), ASYNCHRONOUS),
+    "real EnvPool": (make_envpool, ASYNCHRONOUS),
+    "several players": (partial(Pool, max_num_players=2), r"Pool has 2 players .* for one player"),
+}
+
+
 @BOTH_WRAPPERS
 @pytest.mark.parametrize("wrap", [lambda env: env, gymnasium.vector.VectorWrapper], ids=["bare", "wrapped"])
-@pytest.mark.parametrize(
-    "make",
-    [partial(Pool, batch_size=2), partial(AtariVectorEnv, "breakout", 4, batch_size=2), make_envpool],
-    ids=["EnvPool", "ALE", "real EnvPool"],
-)
-def test_asynchronous_pools_are_rejected_at_construction(make: Any, wrap: Any, wrapper: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"`batch_size=2` with num_envs=[45] .* Use batch_size=[45]"):
+@pytest.mark.parametrize("name", POOLS)
+def test_unsupported_pools_are_rejected_at_construction(name: str, wrap: Any, wrapper: Any) -> None:
+    make, text = POOLS[name]
+    with pytest.raises(InvalidArgumentError, match=text):
         wrapper(wrap(make()))
-
-
-@BOTH_WRAPPERS
-def test_pools_of_several_players_are_rejected(wrapper: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"Pool has 2 players .* for one player"):
-        wrapper(Pool(max_num_players=2))
 
 
 class GymnasiumIsaacLab(IsaacLabEnv, gymnasium.Env[Any, Any]):

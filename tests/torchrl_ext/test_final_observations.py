@@ -12,7 +12,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import check_env_specs, default_info_dict_reader
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from tests.environments import change_results
+from tests.environments import add_info, change_results
 from tests.sb3_ext.tensor_envs import Points
 from tests.torchrl_ext.comparison import assert_same_rollouts, make_vector_env, seeded_rollout, tensors
 from tests.torchrl_ext.environments import FaultyWalk, IsaacByIds, SameStep, Walk
@@ -212,13 +212,9 @@ def test_infos_missing_at_single_resets_are_zero(reset_info: Any) -> None:
     assert (rollout["age"][rollout["observation"][:, 1] == 0] == 0).all()
 
 
-def report_info(inner: Any, name: str, value: Any) -> Any:
-    return change_results(inner, lambda *result: (*result[:-1], {**result[-1], name: value()}))
-
-
 def test_info_arrays_are_copied() -> None:
     count = np.zeros(2)
-    inner = report_info(Walk(9, 9), "count", lambda: np.add(count, 1, out=count))
+    inner = add_info(Walk(9, 9), "count", lambda: np.add(count, 1, out=count))
     spec = [Unbounded((2,), dtype=torch.float64)]
     env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(["count"], spec=spec))
     assert env.rollout(6)["next", "count"].tolist() == [[step, step] for step in range(1, 7)]
@@ -240,7 +236,7 @@ def test_auto_register_info_dict_registers_numbers_of_all_dtypes(name: str, mode
     value, dtype = VALUES[name]
 
     def make_env() -> Any:
-        return report_info(Walk(3, 5), "value", lambda: value)
+        return add_info(Walk(3, 5), "value", lambda: value)
 
     env = GymWrapper(make_vector_env(make_env, 2, mode) if mode else make_env()).auto_register_info_dict()
     check_env_specs(env)
@@ -254,7 +250,7 @@ def test_auto_register_info_dict_registers_numbers_of_all_dtypes(name: str, mode
 @pytest.mark.parametrize("value", ["left", 1j, object(), [1, [2, 3]]], ids=lambda value: type(value).__name__)
 def test_infos_that_are_not_numbers_are_skipped_or_rejected_if_named(value: Any, mode: str | None) -> None:
     def make_env() -> Any:
-        return report_info(Walk(3, 3), "value", lambda: value)
+        return add_info(Walk(3, 3), "value", lambda: value)
 
     def wrap_env() -> Any:
         return GymWrapper(make_vector_env(make_env, 2, mode) if mode else make_env())
@@ -268,7 +264,7 @@ def test_infos_that_are_not_numbers_are_skipped_or_rejected_if_named(value: Any,
 
 
 def test_scalar_info_of_a_batch_is_rejected() -> None:
-    inner = report_info(IsaacByIds(3, final_obs=True), "mean", lambda: 2.5)
+    inner = add_info(IsaacByIds(3, final_obs=True), "mean", lambda: 2.5)
     env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(["mean"]))
     with pytest.raises(EnvironmentOutputError, match=r"info 'mean' has the shape \(\).*\(3,\)"):
         env.rollout(2)
@@ -276,7 +272,7 @@ def test_scalar_info_of_a_batch_is_rejected() -> None:
 
 def test_none_in_infos_counts_as_absent() -> None:
     inner = Walk(3, 3)
-    report_info(inner, "goal", lambda: None if inner.step_count % 2 else 2.5)
+    add_info(inner, "goal", lambda: None if inner.step_count % 2 else 2.5)
     spec = {"goal": Unbounded((), dtype=torch.float64)}
     env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(list(spec), spec=spec))
     assert env.rollout(6, break_when_any_done=False)["next", "goal"].tolist() == [0, 2.5, 0, 0, 2.5, 0]
