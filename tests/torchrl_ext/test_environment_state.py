@@ -44,13 +44,11 @@ def test_killed_runs_continue_with_the_same_weights(num_workers: int, tmp_path: 
 
 
 def make_recorded(env: Any = None, count: int = 1) -> ParallelEnv:
-    """Build recorded environments."""
     return ParallelEnv(count, Counting() if env is None else env, verify=False)
 
 
 @pytest.fixture(autouse=True)
 def close_environments(no_workers_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close the environments of a test."""
     made: list[ParallelEnv] = []
     connect = ParallelEnv._connect
     monkeypatch.setattr(ParallelEnv, "_connect", lambda env, plan: (made.append(env), connect(env, plan)))
@@ -111,10 +109,10 @@ def test_environments_without_a_record_are_refused() -> None:
 
 
 def test_other_states_are_refused() -> None:
-    with pytest.raises(CorruptFileError, match="not that of an EnvironmentState"):
-        EnvironmentState(make_recorded()).load_state_dict({"state": torch.zeros(7, dtype=torch.uint8)})
-    with pytest.raises(CorruptFileError, match="not that of an EnvironmentState"):
-        EnvironmentState(make_recorded()).load_state_dict({})
+    state = EnvironmentState(make_recorded())
+    for other in ({"state": torch.zeros(7, dtype=torch.uint8)}, {}):
+        with pytest.raises(CorruptFileError, match="not that of an EnvironmentState"):
+            state.load_state_dict(other)
 
 
 def make_transformed(*transforms: Any) -> TransformedEnv:
