@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import itertools
 import os
 import random
@@ -89,7 +90,7 @@ def change_results(env: Any, change: Callable[..., Any], method: str = "step") -
     :param change: function of the values that the method returned
     """
     call = getattr(env, method)
-    setattr(env, method, lambda *args, **kwargs: change(*call(*args, **kwargs)))
+    setattr(env, method, functools.wraps(call)(lambda *args, **kwargs: change(*call(*args, **kwargs))))
     return env
 
 

@@ -15,7 +15,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from tests.environments import add_info, change_results
 from tests.sb3_ext.tensor_envs import Points
 from tests.torchrl_ext.comparison import assert_same_rollouts, make_vector_env, seeded_rollout, tensors
-from tests.torchrl_ext.environments import FaultyWalk, IsaacByIds, SameStep, Walk
+from tests.torchrl_ext.environments import IsaacByIds, SameStep, Walk
 from torchrl_ext import GymWrapper
 
 libraries = pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
@@ -50,7 +50,7 @@ def check_chain(rollout: Any, place: Any = "observation") -> None:
 @ways
 @libraries
 @pytest.mark.parametrize("info", [{}, ["nothing"] * 3], ids=str)
-def test_missing_final_observations_are_nan_or_previous(info: Any, torch_tensors: bool, finds_done_rows: bool) -> None:
+def test_missing_final_obs_is_nan_previous_or_an_error(info: Any, torch_tensors: bool, finds_done_rows: bool) -> None:
     for missing, nested in (("nan", True), ("previous", True), ("previous", False)):
         inner = SameStep([1, 2, 5], None, nested=nested, torch_tensors=torch_tensors)
         change_results(inner, lambda *result: (*result[:-1], info))
@@ -65,6 +65,10 @@ def test_missing_final_observations_are_nan_or_previous(info: Any, torch_tensors
                 assert torch.equal(last, rollout[key][done])
             else:
                 assert (last == 0).all() if key == "kind" else last.isnan().all()  # integers have no NaN
+    env = wrap(SameStep([3, 3], None), missing_final_obs="error", finds_done_rows=finds_done_rows)
+    assert env.rollout(2).shape == (2, 2)
+    with pytest.raises(EnvironmentOutputError, match=r"final_obs.*missing_final_obs="):
+        env.rollout(4)
 
 
 def test_previous_observation_survives_edits_of_the_data() -> None:
@@ -112,13 +116,6 @@ def test_errors_name_malformed_final_observations(name: str) -> None:
     check_chain(env.rollout(9, break_when_any_done=False), place_key(nested))
 
 
-def test_missing_final_obs_raises_on_the_gpu_code_path() -> None:
-    env = wrap(SameStep([3, 3], None), missing_final_obs="error", finds_done_rows=False)
-    assert env.rollout(2).shape == (2, 2)
-    with pytest.raises(EnvironmentOutputError, match=r"final_obs.*missing_final_obs="):
-        env.rollout(4)
-
-
 @ways
 @pytest.mark.parametrize("form", ["batch", "list"])
 def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bool) -> None:
@@ -145,12 +142,8 @@ LONG = {"age": Unbounded((), dtype=torch.int64), "length": Unbounded((), dtype=t
 make_pair = partial(make_vector_env, [partial(Walk, 2, 2), partial(Walk, 3, 3)], 2, "SameStep")
 
 
-def make_reader() -> Any:
-    return default_info_dict_reader(list(LONG), spec=LONG)
-
-
 def test_one_reader_serves_several_environments() -> None:
-    one = make_reader()
+    one = default_info_dict_reader(list(LONG), spec=LONG)
     single, batch, other = (
         GymWrapper(env) for env in (Walk(), make_vector_env(Walk, 3, "SameStep"), make_vector_env(Walk, 5, "SameStep"))
     )
@@ -202,16 +195,6 @@ def test_readers_may_edit_tensors_in_steps_that_reset_rows() -> None:
     assert torch.equal(edited["reward"], plain["reward"] + 1)
 
 
-@pytest.mark.parametrize("reset_info", [None, {}])
-def test_infos_missing_at_single_resets_are_zero(reset_info: Any) -> None:
-    ours, theirs = (
-        cls(FaultyWalk(reset=lambda pair: (pair[0], reset_info))).set_info_dict_reader(make_reader())
-        for cls in (GymWrapper, upstream.GymWrapper)
-    )
-    rollout = assert_same_rollouts(ours, theirs, 90)
-    assert (rollout["age"][rollout["observation"][:, 1] == 0] == 0).all()
-
-
 def test_info_arrays_are_copied() -> None:
     count = np.zeros(2)
     inner = add_info(Walk(9, 9), "count", lambda: np.add(count, 1, out=count))
@@ -222,41 +205,39 @@ def test_info_arrays_are_copied() -> None:
 
 # -- values that are not arrays
 
+# Values, and their dtype as tensors, if they are numbers.
 VALUES: dict[str, Any] = {
     "a float": (1.5, torch.float64),
     "a boolean": (True, torch.bool),
     "an array of objects": (np.array([1, 2], object), torch.int64),
     "a tensor": (torch.ones(2), torch.float32),
+    "text": ("left", None),
+    "a complex number": (1j, None),
+    "an object": (object(), None),
+    "a ragged list": ([1, [2, 3]], None),
 }
 
 
 @pytest.mark.parametrize("mode", [None, "SameStep"])
 @pytest.mark.parametrize("name", VALUES)
-def test_auto_register_info_dict_registers_numbers_of_all_dtypes(name: str, mode: str | None) -> None:
+def test_numbers_in_infos_are_registered_and_others_skipped_or_rejected_if_named(name: str, mode: str | None) -> None:
     value, dtype = VALUES[name]
 
-    def make_env() -> Any:
-        return add_info(Walk(3, 5), "value", lambda: value)
-
-    env = GymWrapper(make_vector_env(make_env, 2, mode) if mode else make_env()).auto_register_info_dict()
-    check_env_specs(env)
-    after = env.rollout(12, break_when_any_done=False)["next"]
-    assert after["value"].dtype is dtype
-    expected = torch.as_tensor(np.asarray(value).astype(float)).to(dtype)
-    assert torch.equal(after["value"], expected.expand(*after.batch_size, *expected.shape))
-
-
-@pytest.mark.parametrize("mode", [None, "SameStep"])
-@pytest.mark.parametrize("value", ["left", 1j, object(), [1, [2, 3]]], ids=lambda value: type(value).__name__)
-def test_infos_that_are_not_numbers_are_skipped_or_rejected_if_named(value: Any, mode: str | None) -> None:
-    def make_env() -> Any:
-        return add_info(Walk(3, 3), "value", lambda: value)
-
     def wrap_env() -> Any:
+        def make_env() -> Any:
+            return add_info(Walk(3, 5), "value", lambda: value)
+
         return GymWrapper(make_vector_env(make_env, 2, mode) if mode else make_env())
 
-    after = wrap_env().auto_register_info_dict().rollout(5, break_when_any_done=False)["next"]
+    env = wrap_env().auto_register_info_dict()
+    check_env_specs(env)
+    after = env.rollout(12, break_when_any_done=False)["next"]
     assert after["age"].any()
+    if dtype is not None:
+        assert after["value"].dtype is dtype
+        expected = torch.as_tensor(np.asarray(value).astype(float)).to(dtype)
+        assert torch.equal(after["value"], expected.expand(*after.batch_size, *expected.shape))
+        return
     assert "value" not in after
     env = wrap_env().set_info_dict_reader(default_info_dict_reader(["value"]))
     with pytest.raises(EnvironmentOutputError, match=r"info 'value' .*expected numbers.*Use env.set_info_dict_reader"):

@@ -163,16 +163,6 @@ def step_and_reset(env: Any) -> Any:
     return torch.stack(found)
 
 
-def restore_states(env: Any) -> Any:
-    """Restore states of modules; return the states that were saved, and those before and after."""
-    env.rollout(4)
-    saved = env.state_dict()
-    env.rollout(4)
-    before = env.state_dict()
-    env.load_state_dict(saved)
-    return [[int(state["total"]) for state in states.values()] for states in (saved, before, env.state_dict())]
-
-
 def run_policy_with_state(env: Any) -> Any:
     """Roll out a policy with a hidden state, which is initialized in this process or in the workers."""
 
@@ -243,7 +233,6 @@ OF_NATIVE: dict[str, Callable[[Any], Any]] = {
     "rollout": lambda env: env.rollout(5),
     "reset of some": reset_some,
     "step of some": lambda env: step_some(env)["observation"][[0, 2]],
-    "states of modules": restore_states,
     "an attribute": lambda env: list(env.size),
     "a method": lambda env: env.add(1, b=2),
     "a reset with options": lambda env: env.reset(list_of_kwargs=[{}] * 3),
@@ -350,6 +339,17 @@ def test_nested_outputs_have_the_device_of_the_environment() -> None:
         for td in (reset, env._step(env.rand_action(reset))):
             assert td["agents"].batch_size == (2, 3)
             assert td.device == td["agents"].device == device
+    env.close()
+
+
+def test_states_of_modules_in_workers_are_restored() -> None:
+    env = ParallelEnv(2, NativeEnv)
+    env.rollout(4)
+    state = env.state_dict()
+    env.rollout(4)
+    assert [int(one["total"]) for one in env.state_dict().values()] == [8, 8]
+    env.load_state_dict(state)
+    assert [int(one["total"]) for one in env.state_dict().values()] == [4, 4]
     env.close()
 
 
