@@ -67,7 +67,6 @@ class KillAtLine:
 
 
 def add_and_be_killed(buffer: Any, number: int, batch: int, line: int) -> None:
-    """Add a batch, and kill this process after a number of lines."""
     torch.set_num_threads(1)
     data = make_batch(number, batch)
     sys.settrace(KillAtLine(line))

@@ -1,5 +1,3 @@
-"""``EnvironmentState``: runs that were killed end with the weights of runs that were not stopped."""
-
 from __future__ import annotations
 
 import signal

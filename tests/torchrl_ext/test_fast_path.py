@@ -80,7 +80,6 @@ UNUSUAL_DATA: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("method", ["step", "step_and_maybe_reset"])
 def test_unusual_data_uses_upstream_methods(name: str, unusual: str, method: str) -> None:
     def play(cls: Any) -> Any:
-        """Call the method with unusual data in four steps; return results or errors."""
         env = cls(INNER[name]())
         env.set_seed(0)
         torch.manual_seed(0)

@@ -42,17 +42,19 @@ def make_steps(form: str, dtype: torch.dtype = torch.float32) -> TensorDict:
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype", "batch"),
+    ("form", "dtype", "batch", "pixels"),
     [
-        *itertools.product(["stack", "nested"], [torch.float32], [1, 30]),
-        ("HWC", torch.float16, 30),
-        ("frame", torch.float64, 1),
-        ("no next", torch.float32, N),
+        *itertools.product(["stack", "nested"], [torch.float32], [1, 30], [None]),
+        ("HWC", torch.float16, 30, None),
+        ("frame", torch.float64, 1, None),
+        ("no next", torch.float32, N, None),
+        *(("stack", torch.float64, N, pixels) for pixels in (["pixels"], KEYS)),
     ],
 )
-def test_float_images_are_compressed_by_default(form: str, batch: int, dtype: torch.dtype) -> None:
+def test_float_images_are_compressed_by_default(form: str, batch: int, dtype: torch.dtype, pixels: Any) -> None:
+    """A named key includes the one under ``"next"``."""
     steps = make_steps(form, dtype)
-    buffer = TensorDictReplayBuffer(storage=FrameStorage(N), batch_size=16)
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(N, pixels=pixels), batch_size=16)
     for rows in steps.split(batch):
         buffer.extend(rows)
     for key in steps.keys(True, True):
@@ -71,14 +73,6 @@ def test_other_floats_are_not_images(values: torch.Tensor, caplog: pytest.LogCap
         storage.set(range(N), TensorDict({"values": values}, [N]))
     assert 'pixels=["pixels", ("next", "pixels")]' in caplog.text
     assert not storage._columns
-
-
-def test_noise_of_the_shape_of_images_is_stored_bit_for_bit() -> None:
-    values = torch.randn(N, 4, 20, 20)
-    storage = FrameStorage(N)
-    storage.set(range(N), TensorDict({"values": values}, [N]))
-    assert len(storage._columns) == 1
-    assert torch.equal(storage[:]["values"].clone().view(torch.int32), values.view(torch.int32))
 
 
 def _make_bytes() -> TensorDict:
@@ -120,16 +114,6 @@ def test_other_floats_after_bytes_are_returned_bit_for_bit(value: float) -> None
     storage.set(range(80, N), steps[80:])
     for key in KEYS:
         assert torch.equal(storage[:][key].clone().view(torch.int32), steps[key].view(torch.int32))
-
-
-def test_named_key_includes_the_next_one() -> None:
-    steps = make_steps("stack", torch.float64)
-    sizes = []
-    for pixels in (["pixels"], ["pixels", ("next", "pixels")]):
-        storage = FrameStorage(N, pixels=pixels)
-        storage.set(range(N), steps)
-        sizes.append(storage.nbytes)
-    assert sizes[0] == sizes[1] < steps.bytes() / 5
 
 
 def test_only_batches_of_usual_size_are_recycled() -> None:

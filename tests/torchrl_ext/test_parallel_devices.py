@@ -1,5 +1,3 @@
-"""Tests of device decisions in workers: variables are set before any library reads them."""
-
 from __future__ import annotations
 
 from pathlib import Path

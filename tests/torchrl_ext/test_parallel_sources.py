@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+import torchrl.envs
 from torchrl.data import Bounded, NonTensor
-from torchrl.envs import CatFrames, RewardSum, StepCounter, TransformedEnv
+from torchrl.envs import CatFrames, GymEnv, RewardSum, StepCounter, TransformedEnv
 from torchrl.envs import GymWrapper as UpstreamGymWrapper
 
 from rl_ext_core.errors import (
@@ -22,6 +24,7 @@ from rl_ext_core.errors import (
 )
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.compare import run_in_subprocess
+from rl_ext_core.factory.record import source_of_environment
 from rl_ext_core.factory.walk import fingerprint
 from rl_ext_core.vector.environments import PoolOptions
 from tests.environments import Counting, count_events
@@ -348,3 +351,30 @@ def test_changes_of_wrappers_are_kept(name: str) -> None:
     assert (env.reset()["observation"][:, [0, 2]] == expected.reset()["observation"][[0, 2]]).all()
     assert name != "extra" or list(env.extra) == [3, 3]
     env.close()
+
+
+# -- recorded calls of constructors
+
+NAMES = {**vars(torchrl.envs), "gymnasium": gymnasium, "GymWrapper": GymWrapper}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "GymEnv('CartPole-v1')",
+        "GymEnv('CartPole-v1', frame_skip=2, device='cpu', max_episode_steps=9)",
+        "GymWrapper(gymnasium.make('CartPole-v1'), frame_skip=3)",
+        "SerialEnv(2, GymEnv, create_env_kwargs={'env_name': 'CartPole-v1'})",
+        "TransformedEnv(GymEnv('CartPole-v1'), Compose(StepCounter(5), RewardSum()))",
+    ],
+)
+def test_source_lines_are_the_calls_that_made_the_environment_without_transforms(line: str) -> None:
+    assert source_of_environment(eval(line, NAMES)) == re.sub(r"Compose\(.*\)", "...)", line)
+
+
+def test_appended_transforms_are_part_of_the_recorded_call() -> None:
+    env = TransformedEnv(GymEnv("CartPole-v1"), StepCounter(5)).append_transform(RewardSum())
+    copied = as_factory(env)()
+    assert [type(one) for one in copied.transform] == [StepCounter, RewardSum]
+    assert set(copied.rollout(9).keys(True)) == set(env.rollout(9).keys(True))
+    assert copied.base_env is not env.base_env

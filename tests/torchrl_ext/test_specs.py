@@ -88,12 +88,8 @@ def test_registered_space_conversions_are_used() -> None:
         def sample(self, mask: Any = None, probability: Any = None) -> Any:
             return np.float32(0.5)
 
+    register_gym_spec_conversion(AngleSpace)(lambda *_, device=None, **__: Bounded(0.0, 1.0, (1,), device=device))
     try:
-
-        @register_gym_spec_conversion(AngleSpace)
-        def convert_angle(spec: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-            return Bounded(0.0, 1.0, shape=(1,), device=device)
-
         env = GymWrapper(SamplingEnv(AngleSpace((), np.float32), spaces.Discrete(2)))
         check_env_specs(env)
         assert env.observation_spec["observation"].shape == (1,)
@@ -101,7 +97,7 @@ def test_registered_space_conversions_are_used() -> None:
         batch.single_action_space = AngleSpace((), np.float32)
         assert GymWrapper(batch).action_spec.shape == (3, 1)
     finally:
-        _conversion_registry.pop(AngleSpace, None)
+        del _conversion_registry[AngleSpace]
 
 
 def test_minimal_environment_without_base_class_is_wrapped() -> None:
