@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import gymnasium
 import torch
 from tensordict import TensorDictBase
+from torch.utils._pytree import tree_leaves
 from torchrl.envs import EnvBase
 
 from tests.torchrl_ext.environments import DictWalk, WalkWithoutInfos
@@ -46,15 +47,8 @@ def assert_same_rollouts(ours: EnvBase, theirs: EnvBase, steps: int = 300, **kwa
     return found
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (TensorDictBase, dict)):
-        for part in value.values():
-            yield from tensors(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors(part)
+def tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def storage_pointers(value: Any) -> set[int]:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +42,6 @@ def test_killed_runs_continue_with_the_same_weights(num_workers: int, tmp_path: 
 
 def make_recorded(env: Any = None, count: int = 1) -> ParallelEnv:
     return ParallelEnv(count, Counting() if env is None else env, verify=False)
-
-
-@pytest.fixture(autouse=True)
-def close_environments(no_workers_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    made: list[ParallelEnv] = []
-    connect = ParallelEnv._connect
-    monkeypatch.setattr(ParallelEnv, "_connect", lambda env, plan: (made.append(env), connect(env, plan)))
-    yield
-    for env in made:
-        env.close(raise_if_closed=False)
 
 
 class Noise(gymnasium.Wrapper[Any, Any, Any, Any]):

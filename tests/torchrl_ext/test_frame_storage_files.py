@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from rl_ext_core.errors import (
 from rl_ext_core.frames.checkpoint import FORMAT, checksum
 from rl_ext_core.frames.log_folder import LogFolder
 from tests.torchrl_ext.comparison import assert_same
-from tests.torchrl_ext.frame_data import Videos, make_buffer, make_transitions, through_files, through_state
+from tests.torchrl_ext.frame_data import Twins, Videos, make_buffer, make_transitions, through_files, through_state
 from torchrl_ext import FrameStorage
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer
 
@@ -254,23 +253,17 @@ def test_folder_refuses_unsupported_operations(tmp_path: Path) -> None:
 @pytest.mark.parametrize("in_folder", [True, False])
 @pytest.mark.parametrize("n", [20, 50, 70])
 def test_max_value_writer_continues_with_the_ranks_of_loaded_elements(in_folder: bool, n: int, tmp_path: Path) -> None:
-    def make_ranked_buffer(storage: Any) -> Any:
-        return TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter(), batch_size=16)
-
     data, folder = make_transitions(n + 30), tmp_path if in_folder else None
-    ours, theirs = (
-        make_ranked_buffer(make(50)) for make in (partial(FrameStorage, storage_dir=folder), LazyTensorStorage)
-    )
-    for buffer in (ours, theirs):
-        buffer.extend(data[:n].clone())
-    state = ours.storage.state_dict()
-    ours.storage.close()
-    ours = make_ranked_buffer(FrameStorage(50, storage_dir=folder, resume=in_folder))
+    twins = Twins(50, writer=TensorDictMaxValueWriter, options={"storage_dir": folder})
+    twins.extend(data[:n])
+    state = twins.ours.storage.state_dict()
+    twins.ours.storage.close()
+    storage = FrameStorage(50, storage_dir=folder, resume=in_folder)
+    twins.ours = TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter())
     if not in_folder:
-        ours.storage.load_state_dict(state)
-    for buffer in (ours, theirs):
-        buffer.extend(data[n:].clone())
-    assert_same(ours[:], theirs[:])
+        storage.load_state_dict(state)
+    twins.extend(data[n:])
+    assert_same(twins.ours[:], twins.theirs[:])
 
 
 def test_replaced_folder_is_not_written_to(tmp_path: Path) -> None:

@@ -112,15 +112,15 @@ def test_killed_processes_neither_block_others_nor_leave_partial_elements(contex
 ALL_KEYS = [*KEYS, ("next", "done")]
 FILM_KEYS = ["observation", ("next", "observation"), ("next", "done")]
 BATCHES = [7, 40, 3, 25, 60]
-LINES = 660  # at least as many lines as adding a batch executes
+STEPS = 1440  # at most as many steps as adding a batch takes
 
 
-def check_kill_at_line(context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool) -> bool:
-    """Kill a process at a line, and check the storage; return whether a log names it."""
+def check_kill(context: Any, at: int, caplog: pytest.LogCaptureFixture, *, full: bool) -> bool:
+    """Kill a process at a step, and check the storage; return whether a log names it."""
     buffer = _make_shared_buffer(90 if full else 300, 30)
     buffer.extend(make_batch(1, 30))
     buffer.extend(make_batch(2, 30))
-    worker = context.Process(target=add_and_be_killed, args=(buffer, 3, 30, line))
+    worker = context.Process(target=add_and_be_killed, args=(buffer, 3, 30, at))
     worker.start()
     worker.join(60)
     assert worker.exitcode == -signal.SIGKILL
@@ -143,7 +143,7 @@ def check_kill_at_line(context: Any, line: int, caplog: pytest.LogCaptureFixture
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("full", [True, False])
 def test_kill_at_any_line_leaves_valid_elements(context: Any, full: bool, caplog: pytest.LogCaptureFixture) -> None:
-    made_whole = [check_kill_at_line(context, line, caplog, full=full) for line in range(5, LINES, LINES // 12)]
+    made_whole = [check_kill(context, at, caplog, full=full) for at in range(5, STEPS, STEPS // 12)]
     assert sum(made_whole) > 6
 
 
