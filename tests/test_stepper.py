@@ -26,6 +26,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import vector as wrappers
+from torch.utils._pytree import tree_map
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import StepCounter, default_info_dict_reader
 
@@ -41,7 +42,6 @@ from tests.torchrl_ext.environments import (
     IsaacByIds,
     ManiSkill,
     SameStep,
-    Walk,
     WalkWithoutInfos,
 )
 from torchrl_ext import GymWrapper
@@ -246,10 +246,7 @@ class SingleRowEnv:
 
     def _info(self, info: dict[str, Any]) -> dict[str, Any]:
         """Return an info of a vectorized environment without the dimension of rows."""
-        found = {}
-        for key, value in info.items():
-            found[key] = self._info(value) if isinstance(value, dict) else value[0]
-        return found | ({"env_id": self.row} if "env_id" in info else {})
+        return tree_map(lambda value: value[0], info) | ({"env_id": self.row} if "env_id" in info else {})
 
     def reset(self, *, seed: int | None = None) -> Any:
         if self.ended and seed is None:
@@ -630,8 +627,8 @@ class TorchRLDriver:
     """Driver of an environment in GymWrapper, with results in the form of a Turn.
 
     :param variant: ``"rollout"`` calls ``step_and_maybe_reset``, as rollouts and collectors do. ``"masks"`` calls
-        ``step`` and resets rows that are done. ``"no infos"`` sets no readers of infos. ``"registered"`` calls
-        ``auto_register_info_dict``. ``"GPU"`` takes the code path of GPUs, which does not read which rows are done
+        ``step`` and resets rows that are done. ``"no infos"`` sets no readers of infos. ``"GPU"`` takes the
+        code path of GPUs, which does not read which rows are done
     :param limit: number of steps after which a transform truncates episodes; default: no transform
     """
 
@@ -639,9 +636,7 @@ class TorchRLDriver:
         wrapped = GymWrapper(env, categorical_action_encoding=True, **row.options)
         self.count, self.actions = wrapped.batch_size[0], wrapped._env
         self.keys, self.variant = row.infos if variant != "no infos" else (), variant
-        if variant == "registered":
-            wrapped.auto_register_info_dict()
-        elif self.keys:
+        if self.keys:
             spec: Any = {
                 key: Unbounded((2,) if key == "marks" else (), dtype=torch.float64)
                 for key in self.keys
@@ -844,14 +839,6 @@ def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library:
         pytest.skip("Stable Baselines3 does not support nested Dicts")
     is_seeded = not name.startswith(("EnvPool", "final_obs"))  # by a reset
     compare_with_oracle(TABLE[name], mode, DRIVERS[library], after_ends=is_seeded)
-
-
-@pytest.mark.sample(quick=2)
-@pytest.mark.parametrize("mode", ALL)
-@pytest.mark.parametrize("kind", [SyncVectorEnv, fork, shared_memory_env], ids=["sync", "async", "shared_memory_env"])
-def test_infos_read_by_auto_register_info_dict_equal_single_environments(kind: Any, mode: AutoresetMode) -> None:
-    row = walks(kind, Walk)._replace(infos=("age", "length"), steps=60)
-    compare_with_oracle(row, mode, partial(TorchRLDriver, variant="registered"))
 
 
 # -- errors of both wrappers

@@ -7,6 +7,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 from torchrl import envs as upstream
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import check_env_specs, default_info_dict_reader
@@ -108,11 +109,9 @@ def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bo
     final = inner.final_observations
 
     def to_double_with_graph(value: Any) -> Any:
-        if isinstance(value, list):
-            return [to_double_with_graph(part) for part in value]
         return value if value is None else value.double().requires_grad_() * 1
 
-    inner.final_observations = lambda rows: to_double_with_graph(final(rows))  # type: ignore[method-assign]
+    inner.final_observations = lambda rows: tree_map(to_double_with_graph, final(rows))  # type: ignore[method-assign]
     rollout = wrap(inner, finds_done_rows=finds_done_rows).rollout(7, break_when_any_done=False)
     assert not rollout["next", "observation"].requires_grad
     assert rollout["next", "observation"].dtype is torch.float32

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import time
 from collections import Counter
@@ -34,12 +33,6 @@ def context() -> Iterator[Any]:
     yield found
     forkserver._forkserver._stop()
     found.set_forkserver_preload(["__main__"])
-
-
-def _kill(worker: Any) -> None:
-    if worker.is_alive():
-        os.kill(worker.pid, signal.SIGKILL)
-    worker.join()
 
 
 def _count_valid_elements(buffer: Any) -> Any:
@@ -89,7 +82,8 @@ def test_killed_processes_neither_block_others_nor_leave_partial_elements(contex
                 time.sleep(0.001)
                 assert victim.is_alive()
             time.sleep(float(random.uniform(0, 0.02)))
-            _kill(victim)
+            victim.kill()
+            victim.join()
             at_work.append(start_worker())
             with buffer.storage.lock:
                 complete = [number.value for number in n_complete]
@@ -104,7 +98,8 @@ def test_killed_processes_neither_block_others_nor_leave_partial_elements(contex
         assert number == 2
     finally:
         for worker in workers:
-            _kill(worker)
+            worker.kill()
+            worker.join()
     if size < 100_000:
         assert len(buffer) == size
 

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from tests.core.devices.run_code import environment
+from tests.jax_venv import find_python
 from tests.ray_scripts import MARK, wait_for_marked_processes
-from tests.torchrl_ext.in_meltingpot.venv import python
 
 FOLDER = Path(__file__).parent / "in_meltingpot"
 # Bytes for workers, fork server and parent, several times the measured need.
@@ -22,7 +22,7 @@ def test_workers_are_independent_and_copy_a_changed_instance(tmp_path: Path) -> 
     variables = {"LAB2D_LOG": f"{tmp_path}/simulators", MARK: str(tmp_path)}
     num_workers = 6 if psutil.virtual_memory().available > NEEDED else 2
     done = subprocess.run(
-        [python(), FOLDER / "program.py", str(num_workers)],
+        [find_python("meltingpot"), FOLDER / "program.py", str(num_workers)],
         env=environment(**variables, PYTHONPATH=str(FOLDER), CUDA_VISIBLE_DEVICES="", TF_ENABLE_ONEDNN_OPTS="0"),
         cwd=tmp_path,
         capture_output=True,
