@@ -5,6 +5,7 @@ import gc
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -135,17 +136,14 @@ def test_instances_stay_unchanged_and_usable(make: Any, event_log: Path) -> None
 
 def test_instance_is_compared_with_its_copy_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that compares the copy also reads the metadata for buffers."""
-    asked = []
-    monkeypatch.setattr(
-        "rl_ext_core.factory.compare.run_in_subprocess",
-        lambda *args, **kwargs: asked.append(1) or run_in_subprocess(*args, **kwargs),
-    )
+    compare = mock.Mock(side_effect=run_in_subprocess)
+    monkeypatch.setattr("rl_ext_core.factory.compare.run_in_subprocess", compare)
     ParallelEnv(2, make_changed_counting())
-    assert len(asked) == 1
+    compare.assert_called_once()
     factory = as_factory(make_changed_counting())
-    asked.clear()
+    compare.reset_mock()
     ParallelEnv(2, factory)
-    assert asked == []
+    compare.assert_not_called()
 
 
 def test_each_worker_gets_only_its_own_factory(monkeypatch: pytest.MonkeyPatch) -> None:

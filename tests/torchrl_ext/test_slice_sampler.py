@@ -76,9 +76,7 @@ def assert_same_samples(ours: Any, theirs: Any, seed: int) -> None:
         assert (data, info) == (expected, expected_info)
         return
     assert_same(data, expected)
-    assert info.keys() == expected_info.keys()
-    for key, part in expected_info.items():
-        assert torch.equal(info[key], part), key
+    assert_same(TensorDict(info), TensorDict(expected_info))
 
 
 def make_pair(storage: Callable[[], Any], batch_size: int, **options: Any) -> list[Any]:
