@@ -17,9 +17,10 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from tests.torchrl_ext.comparison import assert_same
 from tests.torchrl_ext.environments import SamplingEnv
-from torchrl_ext import FrameStorage
+from torchrl_ext import FrameStorage, GymWrapper
 
 STACK, HEIGHT, WIDTH = 4, 28, 24
+PIXELS: list[Any] = ["pixels", ("next", "pixels")]
 
 
 class Videos:
@@ -170,8 +171,6 @@ def collect_into(buffer: Any, seed: int, batches: list[int]) -> None:
 
 def make_film() -> Any:
     """Make an environment of stacked frames that depend only on the seed of the first reset."""
-    from torchrl_ext import GymWrapper
-
     noise = SamplingEnv(spaces.Box(0, 255, (28, 24), np.uint8), spaces.Discrete(2), length=9)
     return GymWrapper(FrameStackObservation(noise, 4))
 

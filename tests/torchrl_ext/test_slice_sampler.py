@@ -50,7 +50,6 @@ class Steps:
         self.mean_length, self.n_trajectories = mean_length, 0
 
     def collect(self, n: int) -> TensorDict:
-        """Return (n,) steps."""
         draws = torch.rand(n, 2, generator=self.generator)
         done, truncated = draws[:, 0] * self.mean_length < 1, draws[:, 1] < 0.05
         ids = self.n_trajectories + done.cumsum(0) - done.long()
@@ -80,7 +79,6 @@ def assert_same_samples(ours: Any, theirs: Any, seed: int) -> None:
 
 
 def make_pair(storage: Callable[[], Any], batch_size: int, **options: Any) -> list[Any]:
-    """Make buffers with torchrl_ext's sampler and with TorchRL's."""
     return [
         ReplayBuffer(storage=storage(), sampler=sampler(**options), batch_size=batch_size)
         for sampler in (SliceSampler, torchrl.data.SliceSampler)
