@@ -744,18 +744,38 @@ def assert_same(found: Any, expected: Any, tolerance: float, where: Any) -> None
             assert np.array_equal(left, right.astype(left.dtype)), (where, left, right)
 
 
-def compare_with_oracle(
-    row: TableRow, mode: AutoresetMode, library: Callable[..., Any], *, after_ends: bool = False
-) -> None:
-    """Step an environment and its single environments equally, and assert equal results in each step.
+def draw_actions(random: Any, env: Any, count: int) -> Any:
+    space = getattr(env, "single_action_space", env.action_space)
+    if hasattr(space, "n"):
+        return random.integers(0, int(space.n), count)
+    return random.uniform(-1, 1, (count, *space.shape)).astype(F32)
 
-    :param library: makes a driver
-    :param after_ends: whether episodes end before the first reset, default False
-    """
+
+def skip_without(module: str) -> None:
+    """Skip a test if a module is not installed, and name the file that runs it instead."""
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed here; test_venvs.py runs these rows")
+
+
+pytestmark = [
+    # The pool was made with the seed that the drivers set.
+    pytest.mark.filterwarnings("ignore:EnvPool seeds are fixed"),
+    pytest.mark.filterwarnings("ignore:.*precision lowered by casting"),  # gymnasium warns about EnvPool's spaces
+]
+IDS = [f"{name}-{mode.value}" for name, mode in CASES]
+
+
+@pytest.mark.sample(quick=26, ci=112)
+@pytest.mark.parametrize("library", DRIVERS)
+@pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
+def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library: str) -> None:
+    if "nested" in name and "SB3" in library:
+        pytest.skip("Stable Baselines3 does not support nested Dicts")
+    row = TABLE[name]
     skip_without(row.needs)
     env = row.make(mode)
-    with contextlib.closing(library(env, row)) as stepper:
-        if after_ends:
+    with contextlib.closing(DRIVERS[library](env, row)) as stepper:
+        if not name.startswith(("EnvPool", "final_obs")):  # their resets take no seed
             stepper.end_episodes()
 
         def check(found: Any, expected: Any, info: Any, expected_info: Any, *where: Any) -> None:
@@ -802,37 +822,6 @@ def compare_with_oracle(
             for part, other in zip(now, then, strict=True):
                 for one, another in zip(part, other, strict=True):
                     assert_same(one, another, 0.0, "results must not change later")
-
-
-def draw_actions(random: Any, env: Any, count: int) -> Any:
-    space = getattr(env, "single_action_space", env.action_space)
-    if hasattr(space, "n"):
-        return random.integers(0, int(space.n), count)
-    return random.uniform(-1, 1, (count, *space.shape)).astype(F32)
-
-
-def skip_without(module: str) -> None:
-    """Skip a test if a module is not installed, and name the file that runs it instead."""
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed here; test_venvs.py runs these rows")
-
-
-pytestmark = [
-    # The pool was made with the seed that the drivers set.
-    pytest.mark.filterwarnings("ignore:EnvPool seeds are fixed"),
-    pytest.mark.filterwarnings("ignore:.*precision lowered by casting"),  # gymnasium warns about EnvPool's spaces
-]
-IDS = [f"{name}-{mode.value}" for name, mode in CASES]
-
-
-@pytest.mark.sample(quick=26, ci=112)
-@pytest.mark.parametrize("library", DRIVERS)
-@pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
-def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library: str) -> None:
-    if "nested" in name and "SB3" in library:
-        pytest.skip("Stable Baselines3 does not support nested Dicts")
-    is_seeded = not name.startswith(("EnvPool", "final_obs"))  # by a reset
-    compare_with_oracle(TABLE[name], mode, DRIVERS[library], after_ends=is_seeded)
 
 
 # -- errors of both wrappers

@@ -167,7 +167,7 @@ TestSameAsTorchRL.settings = settings(max_examples=20, stateful_step_count=30)  
 
 
 def record_calls(cls: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a mock of a method that calls it."""
+    """Replace a method by a mock that calls it, and return the mock."""
     method = getattr(cls, name)
     recorded = mock.create_autospec(method, side_effect=method)
     monkeypatch.setattr(cls, name, recorded)
