@@ -104,14 +104,15 @@ def test_errors_name_malformed_final_observations(name: str) -> None:
 
 @ways
 @pytest.mark.parametrize("form", ["batch", "list"])
-def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_final_observations_are_detached_and_cast(dtype: torch.dtype, form: str, finds_done_rows: bool) -> None:
     inner = SameStep([2, 3], form, torch_tensors=True)
     final = inner.final_observations
 
-    def to_double_with_graph(value: Any) -> Any:
-        return value if value is None else value.double().requires_grad_() * 1
+    def add_graph(value: Any) -> Any:
+        return value if value is None else value.to(dtype).requires_grad_() * 1
 
-    inner.final_observations = lambda rows: tree_map(to_double_with_graph, final(rows))  # type: ignore[method-assign]
+    inner.final_observations = lambda rows: tree_map(add_graph, final(rows))  # type: ignore[method-assign]
     rollout = wrap(inner, finds_done_rows=finds_done_rows).rollout(7, break_when_any_done=False)
     assert not rollout["next", "observation"].requires_grad
     assert rollout["next", "observation"].dtype is torch.float32
