@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import itertools
 import os
 import random
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,21 @@ def count_events(event: str, *, in_this_process: bool) -> int:
     """Count how often this process, or all others together, logged an event."""
     entries = [line.split() for line in Path(os.environ[EVENT_LOG]).read_text().splitlines()]
     return sum(1 for pid, entry in entries if entry == event and (int(pid) == os.getpid()) == in_this_process)
+
+
+def change_results(env: Any, change: Callable[..., Any], method: str = "step") -> Any:
+    """Replace a method of an environment, so that a function changes its results; return the environment.
+
+    :param change: function of the values that the method returned
+    """
+    call = getattr(env, method)
+    setattr(env, method, functools.wraps(call)(lambda *args, **kwargs: change(*call(*args, **kwargs))))
+    return env
+
+
+def add_info(env: Any, name: str, get_value: Callable[[], Any]) -> Any:
+    """Add an entry to the infos of an environment's steps, and return the environment."""
+    return change_results(env, lambda *result: (*result[:-1], {**result[-1], name: get_value()}))
 
 
 class WithMethods(gym.Env[Any, Any]):

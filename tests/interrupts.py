@@ -24,11 +24,13 @@ class _StepTracer:
 
     :param should_interrupt: function of a place
     :param code_paths: parts of paths; only code in files with one of them counts
+    :param number: number of another signal
     """
 
-    def __init__(self, should_interrupt: Callable[[Place], bool], code_paths: tuple[str, ...]) -> None:
-        self.should_interrupt = should_interrupt
-        self.code_paths = code_paths
+    def __init__(
+        self, should_interrupt: Callable[[Place], bool], code_paths: tuple[str, ...], number: int = signal.SIGINT
+    ) -> None:
+        self.should_interrupt, self.code_paths, self.number = should_interrupt, code_paths, number
         self.where: str | None = None
 
     def run(self, call: Callable[[], Any]) -> str | None:
@@ -73,7 +75,7 @@ class _StepTracer:
             self.where = "{}:{} {}, called at {}:{}".format(*place)
             sys.settrace(None)
             sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)  # code that defers signals may do so here too
+            signal.raise_signal(self.number)  # code that defers signals may do so here too
 
 
 def _leaves_with_block(frame: FrameType) -> bool:
@@ -90,11 +92,14 @@ def _is_finalizing(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def interrupt_at(call: Callable[[], Any], at: int, *, code_paths: tuple[str, ...]) -> str | None:
+def interrupt_at(
+    call: Callable[[], Any], at: int, *, code_paths: tuple[str, ...], number: int = signal.SIGINT
+) -> str | None:
     """Run a call, and interrupt it at one step.
 
     :param at: number of the step, from 1
     :param code_paths: parts of paths; only code in files with one of them counts
+    :param number: number of another signal, such as SIGKILL
     :return: the place, as text; None if the call has fewer steps
     :raises Exception: If the call raises another exception than KeyboardInterrupt.
     """
@@ -105,7 +110,7 @@ def interrupt_at(call: Callable[[], Any], at: int, *, code_paths: tuple[str, ...
         left -= 1
         return left <= 0
 
-    return _StepTracer(should_interrupt, code_paths).run(call)
+    return _StepTracer(should_interrupt, code_paths, number).run(call)
 
 
 def interrupt_everywhere(

@@ -16,8 +16,8 @@ from stable_baselines3.common.env_util import make_vec_env
 from scripts.run_notebooks import KERNEL, code_digest, write_kernel
 from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.devices.run_code import environment
+from tests.jax_venv import find_python
 from tests.sb3_ext.buffer_envs import without_logger
-from tests.torchrl_ext.in_meltingpot.venv import python
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 IN_EXAMPLES = ("ppo_torch_env", "sb3_torch_env", "prioritized_replay")
@@ -79,7 +79,7 @@ QUICKEST = ("ppo_torch_env", "sb3_torch_env")
 def test_notebook_runs(name: str, tmp_path: Path, variables: dict[str, str]) -> None:
     options: dict[str, Any] = {}
     if name == "meltingpot_parallel":
-        write_kernel(tmp_path / "JUPYTER_DATA_DIR", python())
+        write_kernel(tmp_path / "JUPYTER_DATA_DIR", find_python("meltingpot"))
         options["kernel_name"] = KERNEL
     if name == "ppo_retro" and find_spec("stable_retro") is None:
         skip_or_fail("stable-retro is not installed: pip install stable-retro")

@@ -1,8 +1,7 @@
 """Tests of GymVecEnv and GymWrapper with vectorized environments of many libraries.
 
-Both wrappers must return the same results as one single environment per row, with the same seeds and actions. The
-results are observations, rewards, flags, last observations, and infos of steps and resets. :data:`TABLE` lists the
-environments, their modes, and their single environments.
+Both wrappers must return the same results as one single environment per row, with the same seeds and actions.
+:data:`TABLE` lists the environments, their modes, and their single environments.
 """
 
 from __future__ import annotations
@@ -27,12 +26,14 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import vector as wrappers
+from torch.utils._pytree import tree_map
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import StepCounter, default_info_dict_reader
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import GymVecEnv
+from tests.environments import add_info, change_results
 from tests.jax_venv import ROOT
 from tests.torchrl_ext.environments import (
     BoxInfoWalk,
@@ -41,7 +42,6 @@ from tests.torchrl_ext.environments import (
     IsaacByIds,
     ManiSkill,
     SameStep,
-    Walk,
     WalkWithoutInfos,
 )
 from torchrl_ext import GymWrapper
@@ -76,32 +76,13 @@ class ArrayReusing(SyncVectorEnv):
 
 def replace_step(env: Any) -> Any:
     """Replace an environment's ``step`` by a function that returns the same array each time."""
-    step, place = env.step, np.empty((ROWS, 4), F32)
-
-    def step_in_place(actions: Any) -> Any:
-        place[...], *others = step(actions)
-        return place, *others
-
-    env.step = step_in_place
-    return env
+    place = np.empty((ROWS, 4), F32)
+    return change_results(env, lambda values, *rest: (np.add(values, 0, out=place), *rest))
 
 
-class AddInfo(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):
-    """Wrapper that adds a number to all infos of steps, without gymnasium's mask."""
-
-    def step(self, actions: Any) -> Any:
-        *result, info = self.env.step(actions)
-        return (*result, {**info, "added": np.arange(1.0, ROWS + 1)})
-
-
-class AddInfoRow(InfoWalk):
-    def __init__(self, row: int) -> None:
-        super().__init__()
-        self.row = row
-
-    def step(self, action: Any) -> Any:
-        *result, info = super().step(action)
-        return (*result, {**info, "added": self.row + 1.0})
+def wrap_and_add_info(env: Any) -> Any:
+    """Add a number to all infos of steps in a wrapper, without gymnasium's mask."""
+    return add_info(gymnasium.vector.VectorWrapper(env), "added", lambda: np.arange(1.0, ROWS + 1))
 
 
 class IsaacLabEnv(IsaacByIds):
@@ -259,10 +240,7 @@ class SingleRowEnv:
 
     def _info(self, info: dict[str, Any]) -> dict[str, Any]:
         """Return an info of a vectorized environment without the dimension of rows."""
-        found = {}
-        for key, value in info.items():
-            found[key] = self._info(value) if isinstance(value, dict) else value[0]
-        return found | ({"env_id": self.row} if "env_id" in info else {})
+        return tree_map(lambda value: value[0], info) | ({"env_id": self.row} if "env_id" in info else {})
 
     def reset(self, *, seed: int | None = None) -> Any:
         if self.ended and seed is None:
@@ -279,14 +257,15 @@ class SingleRowEnv:
         return observation[0].copy(), reward[0], terminated[0], truncated[0], self._info(info)
 
 
-class CartPoleRow:
+class CartPoleRow(SingleRowEnv):
     """CartPole with one row, whose first states are copied from a row of the batch.
 
     All rows of the batch share a random number generator.
     """
 
     def __init__(self, env: Any, row: int) -> None:
-        self.batch_env, self.row, self.env = env.unwrapped, row, CartPoleVectorEnv(1, env.unwrapped.max_episode_steps)
+        super().__init__(CartPoleVectorEnv(1, env.unwrapped.max_episode_steps), row, seeds=False)
+        self.batch_env = env.unwrapped
         self.env.reset()
 
     def reset(self, *, seed: int | None = None) -> Any:
@@ -295,10 +274,6 @@ class CartPoleRow:
         assert np.abs(self.env.state).max() <= 0.05
         assert self.batch_env.steps[self.row] == 0
         return self.env.state[:, 0].astype(F32), {}
-
-    def step(self, action: Any) -> Any:
-        observation, reward, terminated, truncated, info = self.env.step(np.array([action]))
-        return observation[0], reward[0], terminated[0], truncated[0], info
 
 
 @cache
@@ -479,9 +454,9 @@ TABLE: dict[str, TableRow] = {
     "RecordEpisodeStatistics of one array": statistics(walks(ArrayReusing)),
     "RecordEpisodeStatistics of SharedMemoryVectorEnv": statistics(walks(shared_memory_env)),
     "RecordEpisodeStatistics, no other infos": statistics(walks(SyncVectorEnv, WalkWithoutInfos)._replace(infos=())),
-    "a wrapper that adds infos": wrapped(AddInfo, walks(SyncVectorEnv), infos=(*InfoWalk.KEYS, "added"))._replace(
-        oracle=lambda env, row: AddInfoRow(row)
-    ),
+    "a wrapper that adds infos": wrapped(
+        wrap_and_add_info, walks(SyncVectorEnv), infos=(*InfoWalk.KEYS, "added")
+    )._replace(oracle=lambda env, row: add_info(InfoWalk(), "added", lambda: row + 1.0)),
     "DictInfoToList(RecordEpisodeStatistics)": wrapped(wrappers.DictInfoToList, statistics(walks(SyncVectorEnv))),
     "TransformObservation": wrapped(
         partial(wrappers.TransformObservation, func=lambda observations: observations / 2),
@@ -646,8 +621,8 @@ class TorchRLDriver:
     """Driver of an environment in GymWrapper, with results in the form of a Turn.
 
     :param variant: ``"rollout"`` calls ``step_and_maybe_reset``, as rollouts and collectors do. ``"masks"`` calls
-        ``step`` and resets rows that are done. ``"no infos"`` sets no readers of infos. ``"registered"`` calls
-        ``auto_register_info_dict``. ``"GPU"`` takes the code path of GPUs, which does not read which rows are done
+        ``step`` and resets rows that are done. ``"no infos"`` sets no readers of infos. ``"GPU"`` takes the
+        code path of GPUs, which does not read which rows are done
     :param limit: number of steps after which a transform truncates episodes; default: no transform
     """
 
@@ -655,9 +630,7 @@ class TorchRLDriver:
         wrapped = GymWrapper(env, categorical_action_encoding=True, **row.options)
         self.count, self.actions = wrapped.batch_size[0], wrapped._env
         self.keys, self.variant = row.infos if variant != "no infos" else (), variant
-        if variant == "registered":
-            wrapped.auto_register_info_dict()
-        elif self.keys:
+        if self.keys:
             spec: Any = {
                 key: Unbounded((2,) if key == "marks" else (), dtype=torch.float64)
                 for key in self.keys
@@ -771,18 +744,38 @@ def assert_same(found: Any, expected: Any, tolerance: float, where: Any) -> None
             assert np.array_equal(left, right.astype(left.dtype)), (where, left, right)
 
 
-def compare_with_oracle(
-    row: TableRow, mode: AutoresetMode, library: Callable[..., Any], *, after_ends: bool = False
-) -> None:
-    """Step an environment and its single environments equally, and assert equal results in each step.
+def draw_actions(random: Any, env: Any, count: int) -> Any:
+    space = getattr(env, "single_action_space", env.action_space)
+    if hasattr(space, "n"):
+        return random.integers(0, int(space.n), count)
+    return random.uniform(-1, 1, (count, *space.shape)).astype(F32)
 
-    :param library: makes a driver
-    :param after_ends: whether episodes end before the first reset, default False
-    """
+
+def skip_without(module: str) -> None:
+    """Skip a test if a module is not installed, and name the file that runs it instead."""
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed here; test_venvs.py runs these rows")
+
+
+pytestmark = [
+    # The pool was made with the seed that the drivers set.
+    pytest.mark.filterwarnings("ignore:EnvPool seeds are fixed"),
+    pytest.mark.filterwarnings("ignore:.*precision lowered by casting"),  # gymnasium warns about EnvPool's spaces
+]
+IDS = [f"{name}-{mode.value}" for name, mode in CASES]
+
+
+@pytest.mark.sample(quick=26, ci=112)
+@pytest.mark.parametrize("library", DRIVERS)
+@pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
+def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library: str) -> None:
+    if "nested" in name and "SB3" in library:
+        pytest.skip("Stable Baselines3 does not support nested Dicts")
+    row = TABLE[name]
     skip_without(row.needs)
     env = row.make(mode)
-    with contextlib.closing(library(env, row)) as stepper:
-        if after_ends:
+    with contextlib.closing(DRIVERS[library](env, row)) as stepper:
+        if not name.startswith(("EnvPool", "final_obs")):  # their resets take no seed
             stepper.end_episodes()
 
         def check(found: Any, expected: Any, info: Any, expected_info: Any, *where: Any) -> None:
@@ -829,54 +822,6 @@ def compare_with_oracle(
             for part, other in zip(now, then, strict=True):
                 for one, another in zip(part, other, strict=True):
                     assert_same(one, another, 0.0, "results must not change later")
-
-
-def draw_actions(random: Any, env: Any, count: int) -> Any:
-    space = getattr(env, "single_action_space", env.action_space)
-    if hasattr(space, "n"):
-        return random.integers(0, int(space.n), count)
-    return random.uniform(-1, 1, (count, *space.shape)).astype(F32)
-
-
-def skip_without(module: str) -> None:
-    """Skip a test if a module is not installed, and name the file that runs it instead."""
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed here; test_venvs.py runs these rows")
-
-
-pytestmark = [
-    # The pool was made with the seed that the drivers set.
-    pytest.mark.filterwarnings("ignore:EnvPool seeds are fixed"),
-    pytest.mark.filterwarnings("ignore:.*precision lowered by casting"),  # gymnasium warns about EnvPool's spaces
-]
-IDS = [f"{name}-{mode.value}" for name, mode in CASES]
-
-
-@pytest.mark.sample(quick=26, ci=112)
-@pytest.mark.parametrize("library", DRIVERS)
-@pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
-def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library: str) -> None:
-    if "nested" in name and "SB3" in library:
-        pytest.skip("Stable Baselines3 does not support nested Dicts")
-    compare_with_oracle(TABLE[name], mode, DRIVERS[library])
-
-
-SEEDED = [case for case in CASES if not case[0].startswith(("EnvPool", "final_obs"))]  # a reset does not seed these
-
-
-@pytest.mark.sample(quick=2, ci=16)
-@pytest.mark.parametrize("library", [name for name in DRIVERS if "," not in name])
-@pytest.mark.parametrize(("name", "mode"), SEEDED, ids=[f"{name}-{mode.value}" for name, mode in SEEDED])
-def test_full_reset_after_ended_episodes_equals_single_environments(name: str, mode: Any, library: str) -> None:
-    compare_with_oracle(TABLE[name]._replace(steps=30), mode, DRIVERS[library], after_ends=True)
-
-
-@pytest.mark.sample(quick=2)
-@pytest.mark.parametrize("mode", ALL)
-@pytest.mark.parametrize("kind", [SyncVectorEnv, fork, shared_memory_env], ids=["sync", "async", "shared_memory_env"])
-def test_infos_read_by_auto_register_info_dict_equal_single_environments(kind: Any, mode: AutoresetMode) -> None:
-    row = walks(kind, Walk)._replace(infos=("age", "length"), steps=60)
-    compare_with_oracle(row, mode, partial(TorchRLDriver, variant="registered"))
 
 
 # -- errors of both wrappers
@@ -930,22 +875,22 @@ def make_envpool() -> Any:
     return envpool.make("CartPole-v1", env_type="gymnasium", num_envs=4, batch_size=2)
 
 
+ASYNCHRONOUS = r"`batch_size=2` with num_envs=[45] .* Use batch_size=[45]"
+POOLS: dict[str, tuple[Any, str]] = {
+    "EnvPool": (partial(Pool, batch_size=2), ASYNCHRONOUS),
+    "ALE": (partial(AtariVectorEnv, "breakout", 4, batch_size=2), ASYNCHRONOUS),
+    "real EnvPool": (make_envpool, ASYNCHRONOUS),
+    "several players": (partial(Pool, max_num_players=2), r"Pool has 2 players .* for one player"),
+}
+
+
 @BOTH_WRAPPERS
 @pytest.mark.parametrize("wrap", [lambda env: env, gymnasium.vector.VectorWrapper], ids=["bare", "wrapped"])
-@pytest.mark.parametrize(
-    "make",
-    [partial(Pool, batch_size=2), partial(AtariVectorEnv, "breakout", 4, batch_size=2), make_envpool],
-    ids=["EnvPool", "ALE", "real EnvPool"],
-)
-def test_asynchronous_pools_are_rejected_at_construction(make: Any, wrap: Any, wrapper: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"`batch_size=2` with num_envs=[45] .* Use batch_size=[45]"):
+@pytest.mark.parametrize("name", POOLS)
+def test_unsupported_pools_are_rejected_at_construction(name: str, wrap: Any, wrapper: Any) -> None:
+    make, text = POOLS[name]
+    with pytest.raises(InvalidArgumentError, match=text):
         wrapper(wrap(make()))
-
-
-@BOTH_WRAPPERS
-def test_pools_of_several_players_are_rejected(wrapper: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"Pool has 2 players .* for one player"):
-        wrapper(Pool(max_num_players=2))
 
 
 class GymnasiumIsaacLab(IsaacLabEnv, gymnasium.Env[Any, Any]):

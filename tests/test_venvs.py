@@ -12,7 +12,7 @@ from tests.jax_venv import ROOT, run_in_jax_venv
 # File, and options of pytest. Each file has its own session, because Triton's interpreter must be chosen before another
 # file imports torch.
 NOT_EXHAUSTIVE = ["-m", "not exhaustive"]
-ROWS = ["-m", "", "-k", "(EnvPool or JAX or Brax) and not registered"]
+ROWS = ["-m", "", "-k", "(EnvPool or JAX or Brax)"]
 SOME_ROWS = [
     *ROWS[:-1],
     f"{ROWS[-1]} and not masks and not finished and not infos and not limit and (rows_equal or rejected)",

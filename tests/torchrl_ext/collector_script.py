@@ -62,7 +62,6 @@ def make_changed() -> Any:
 
 
 def make_transformed() -> Any:
-    """Make an environment with transforms that count steps and sum rewards."""
     from torchrl_ext import GymWrapper
 
     return TransformedEnv(GymWrapper(Draws()), Compose(StepCounter(max_steps=MAX_STEPS), RewardSum()))

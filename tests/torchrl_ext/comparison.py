@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import gymnasium
 import torch
 from tensordict import TensorDictBase
+from torch.utils._pytree import tree_leaves
 from torchrl.envs import EnvBase
 
 from tests.torchrl_ext.environments import DictWalk, WalkWithoutInfos
+from torchrl_ext.frame_storage.view import FrameView
 
 Make = Callable[[], Any]
 
@@ -20,7 +22,7 @@ def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
     assert found.keys(True) == expected.keys(True) or set(found.keys(True)) == set(expected.keys(True))
     assert (found.batch_size, found.device) == (expected.batch_size, expected.device)
     for key, right in expected.items(include_nested=True):
-        left = found.get(key)
+        left, right = (each.decode() if isinstance(each, FrameView) else each for each in (found.get(key), right))
         assert type(left) is type(right), key
         if isinstance(right, torch.Tensor):
             assert (left.dtype, left.shape, left.device) == (right.dtype, right.shape, right.device), key
@@ -45,15 +47,8 @@ def assert_same_rollouts(ours: EnvBase, theirs: EnvBase, steps: int = 300, **kwa
     return found
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (TensorDictBase, dict)):
-        for part in value.values():
-            yield from tensors(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors(part)
+def tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def storage_pointers(value: Any) -> set[int]:

@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from torch.utils._pytree import tree_map
 
 F32 = np.float32
 
@@ -384,10 +385,7 @@ class SameStep(BareBatch):
         return {"inner": inner, "kind": self.array(number + self.steps[rows])}
 
     def single_observation(self, row: int) -> Any:
-        def take_first(value: Any) -> Any:
-            return {key: take_first(part) for key, part in value.items()} if isinstance(value, dict) else value[0]
-
-        return take_first(self.observation([row]))
+        return tree_map(lambda batch: batch[0], self.observation([row]))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,12 @@ from gymnasium.wrappers import FrameStackObservation
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from tests.torchrl_ext.comparison import assert_same
 from tests.torchrl_ext.environments import SamplingEnv
-from torchrl_ext import FrameStorage
+from torchrl_ext import FrameStorage, GymWrapper
 
 STACK, HEIGHT, WIDTH = 4, 28, 24
+PIXELS: list[Any] = ["pixels", ("next", "pixels")]
 
 
 class Videos:
@@ -92,18 +96,6 @@ class Videos:
         return step
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
-    """Assert that two TensorDicts have the same keys, shapes, dtypes, devices and bits."""
-    keys = {str(key) for key in theirs.keys(include_nested=True, leaves_only=True)}
-    assert {str(key) for key in ours.keys(include_nested=True, leaves_only=True)} == keys
-    assert ours.batch_size == theirs.batch_size
-    assert ours.device == theirs.device
-    for key, expected in theirs.items(include_nested=True, leaves_only=True):
-        value = ours.get(key)
-        assert (value.shape, value.dtype, value.device) == (expected.shape, expected.dtype, expected.device), key
-        assert torch.equal(value, expected), key
-
-
 class Twins:
     """Buffers over FrameStorage and LazyTensorStorage that get the same calls and seeds.
 
@@ -149,6 +141,27 @@ def make_buffer(size: int, **options: Any) -> TensorDictReplayBuffer:
     return TensorDictReplayBuffer(storage=FrameStorage(size, **options), batch_size=16)
 
 
+# Ways to save a buffer, and to load it into a fresh one.
+
+
+def through_files(buffer: Any, fresh: Any, path: Path) -> Any:
+    buffer.dumps(path)
+    fresh.loads(path)
+    return fresh
+
+
+def through_state(buffer: Any, fresh: Any, path: Path) -> Any:
+    torch.save(buffer.storage.state_dict(), path)
+    fresh.load_state_dict({**buffer.state_dict(), "_storage": torch.load(path, weights_only=True)})
+    if isinstance(fresh.storage, LazyTensorStorage):  # loading drops its device
+        fresh.storage._storage = fresh.storage._storage.to("cpu")
+    return fresh
+
+
+def through_pickle(buffer: Any, fresh: Any, path: Path) -> Any:
+    return pickle.loads(pickle.dumps(buffer))
+
+
 def collect_into(buffer: Any, seed: int, batches: list[int]) -> None:
     torch.set_num_threads(1)
     videos = Videos(2, seed=seed)
@@ -158,8 +171,6 @@ def collect_into(buffer: Any, seed: int, batches: list[int]) -> None:
 
 def make_film() -> Any:
     """Make an environment of stacked frames that depend only on the seed of the first reset."""
-    from torchrl_ext import GymWrapper
-
     noise = SamplingEnv(spaces.Box(0, 255, (28, 24), np.uint8), spaces.Discrete(2), length=9)
     return GymWrapper(FrameStackObservation(noise, 4))
 

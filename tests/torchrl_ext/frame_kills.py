@@ -6,14 +6,12 @@ A fork server imports this module.
 from __future__ import annotations
 
 import functools
-import os
 import signal
-import sys
-from types import FrameType
 from typing import Any
 
 import torch
 
+from tests.interrupts import interrupt_at
 from tests.torchrl_ext.frame_data import Videos, count_elements
 
 KEYS = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("inner", "vector")]
@@ -47,31 +45,11 @@ def add_until_killed(buffer: Any, n_complete: Any, batch: int) -> None:
         n_complete.value += 1
 
 
-class KillAtLine:
-    """Trace function that kills this process after a number of lines of the storage's code.
-
-    :param line: number of lines
-    """
-
-    def __init__(self, line: int) -> None:
-        self.left = line
-
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not any(part in frame.f_code.co_filename for part in _FILES):
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return self
-
-
-def add_and_be_killed(buffer: Any, number: int, batch: int, line: int) -> None:
-    """Add a batch, and kill this process after a number of lines."""
+def add_and_be_killed(buffer: Any, number: int, batch: int, at: int) -> None:
+    """Add a batch, and kill this process after a number of steps of the storage's code."""
     torch.set_num_threads(1)
     data = make_batch(number, batch)
-    sys.settrace(KillAtLine(line))
-    buffer.extend(data)
+    interrupt_at(lambda: buffer.extend(data), at, code_paths=_FILES, number=signal.SIGKILL)
 
 
 all_transitions()

@@ -1,14 +1,8 @@
-"""Tests of autoreset modes: rollouts equal those of single environments.
-
-Next observations are the true final ones. Root observations after an episode are those of the reset. Flags are right,
-and all transitions are real. Partial resets pass through every wrapper, or an error names the wrapper.
-"""
-
 from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -20,7 +14,8 @@ from hypothesis import strategies as st
 from torchrl.envs import StepCounter, TransformedEnv
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from tests.torchrl_ext.comparison import assert_same, make_vector_env
+from tests.environments import change_results
+from tests.torchrl_ext.comparison import make_vector_env
 from tests.torchrl_ext.environments import Isaac, IsaacByIds, ManiSkill, SameStep, Walk
 from torchrl_ext import GymWrapper
 
@@ -69,19 +64,7 @@ def test_random_reset_masks_match_single_environments(mode: str, data: st.DataOb
 
 
 @modes
-def test_full_resets_start_new_episodes_and_apply_a_seed_to_all_rows(mode: str) -> None:
-    env = GymWrapper(make_vector_env(Walk, 3, mode))
-    env.set_seed(3)
-    for steps in (4, 9):
-        assert env.rollout(steps, break_when_any_done=True)["observation"][:, 0, 1].tolist() == [0, 0, 0]
-    # A seed of a full reset also applies to rows that have just reset themselves.
-    data = env.step(env.rand_action(env.reset(seed=11)))
-    again = env.reset(data.select("next").set("_reset", torch.ones(3, 1, dtype=torch.bool)), seed=11)
-    assert_same(again.select("observation"), env.reset(seed=11).select("observation"))
-
-
-@modes
-def test_reset_options_reach_environments_that_have_autoreset(mode: str) -> None:
+def test_arguments_of_resets_reach_environments_that_have_just_reset_themselves(mode: str) -> None:
     seen: list[Any] = []
 
     class RecordsOptions(Walk):
@@ -94,6 +77,9 @@ def test_reset_options_reach_environments_that_have_autoreset(mode: str) -> None
     seen.clear()
     env.reset(env.step_mdp(data).set("_reset", torch.tensor([[True], [False]])), options={"low": 1})
     assert seen == [{"low": 1}]
+    data = env.step_mdp(env.rollout(2)[:, -1]).set("_reset", torch.ones(2, 1, dtype=torch.bool))
+    again = env.reset(data, seed=11)["observation"]
+    assert torch.equal(again, env.reset(seed=11)["observation"])
 
 
 def test_rows_are_not_reset_again_after_a_change_of_the_specs() -> None:
@@ -148,29 +134,18 @@ def test_environments_without_partial_resets_are_detected() -> None:
     assert all_at_once.rollout(12, break_when_any_done=False)["policy"][..., 2].max() == 3
 
 
-class DisabledWithLists(SameStep):
-    """Batch without autoreset that returns an observation as a list of arrays, or of lists of numbers."""
-
-    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": "Disabled"}
-
-    def __init__(self, lengths: list[int], to_list: Any) -> None:
-        super().__init__(lengths, None)
-        self.to_list = to_list
-
-    def observation(self, rows: Any) -> Any:
-        return self.to_list(super().observation(rows))
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        none = np.zeros(self.num_envs, bool)
-        return self.observation(slice(None)), np.ones(self.num_envs), self.steps >= self.lengths, none, {}
-
-
 @pytest.mark.parametrize("to_list", [list, np.ndarray.tolist])
 def test_partial_resets_of_batches_that_return_lists(to_list: Any) -> None:
-    rollout = GymWrapper(DisabledWithLists([2, 3], to_list)).rollout(9, break_when_any_done=False)
-    assert is_consecutive(rollout, "observation")
-    assert rollout["observation"][:, -1, 1].tolist() == [4, 2]
+    inner: Any = SameStep([9, 9], None)
+    inner.metadata = {"autoreset_mode": "Disabled"}
+    for method in ("reset", "step"):
+        change_results(inner, lambda observation, *rest: (to_list(observation), *rest), method)
+    env = GymWrapper(inner)
+    data = env.reset()
+    for count in (1, 2):
+        data = env.step_mdp(env.rand_step(data)).set("_reset", torch.tensor([[True], [False]]))
+        data = env.reset(data)
+        assert data["observation"][:, 1:].tolist() == [[count, 0], [0, count]]
 
 
 def make_sim(**options: Any) -> Any:

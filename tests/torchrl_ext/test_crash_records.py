@@ -1,5 +1,3 @@
-"""Crashes in workers of ``ParallelEnv`` write capsules, which ``rl-ext replay`` repeats."""
-
 from __future__ import annotations
 
 from pathlib import Path

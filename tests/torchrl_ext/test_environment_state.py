@@ -1,9 +1,6 @@
-"""``EnvironmentState``: runs that were killed end with the weights of runs that were not stopped."""
-
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +41,7 @@ def test_killed_runs_continue_with_the_same_weights(num_workers: int, tmp_path: 
 
 
 def make_recorded(env: Any = None, count: int = 1) -> ParallelEnv:
-    """Build recorded environments."""
     return ParallelEnv(count, Counting() if env is None else env, verify=False)
-
-
-@pytest.fixture(autouse=True)
-def close_environments(no_workers_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close the environments of a test."""
-    made: list[ParallelEnv] = []
-    connect = ParallelEnv._connect
-    monkeypatch.setattr(ParallelEnv, "_connect", lambda env, plan: (made.append(env), connect(env, plan)))
-    yield
-    for env in made:
-        env.close(raise_if_closed=False)
 
 
 class Noise(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -111,10 +96,10 @@ def test_environments_without_a_record_are_refused() -> None:
 
 
 def test_other_states_are_refused() -> None:
-    with pytest.raises(CorruptFileError, match="not that of an EnvironmentState"):
-        EnvironmentState(make_recorded()).load_state_dict({"state": torch.zeros(7, dtype=torch.uint8)})
-    with pytest.raises(CorruptFileError, match="not that of an EnvironmentState"):
-        EnvironmentState(make_recorded()).load_state_dict({})
+    state = EnvironmentState(make_recorded())
+    for other in ({"state": torch.zeros(7, dtype=torch.uint8)}, {}):
+        with pytest.raises(CorruptFileError, match="not that of an EnvironmentState"):
+            state.load_state_dict(other)
 
 
 def make_transformed(*transforms: Any) -> TransformedEnv:

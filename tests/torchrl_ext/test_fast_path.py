@@ -16,7 +16,7 @@ from torchrl import envs as upstream
 from torchrl._utils import implement_for
 from torchrl.collectors import Collector
 from torchrl.data import Categorical, Composite, Unbounded
-from torchrl.envs import EnvBase, StepCounter, TransformedEnv, default_info_dict_reader
+from torchrl.envs import EnvBase, StepCounter, TransformedEnv
 
 from rl_ext_core.errors import InvalidTypeError
 from tests.torchrl_ext.comparison import INNER, assert_same, seeded_rollout
@@ -80,7 +80,6 @@ UNUSUAL_DATA: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("method", ["step", "step_and_maybe_reset"])
 def test_unusual_data_uses_upstream_methods(name: str, unusual: str, method: str) -> None:
     def play(cls: Any) -> Any:
-        """Call the method with unusual data in four steps; return results or errors."""
         env = cls(INNER[name]())
         env.set_seed(0)
         torch.manual_seed(0)
@@ -112,12 +111,7 @@ def test_unusual_data_uses_upstream_methods(name: str, unusual: str, method: str
             assert_same(one, other)
 
 
-def test_infos_and_type_checks_use_upstream_methods() -> None:
-    with record_upstream_calls() as calls:
-        env = GymWrapper(Walk()).set_info_dict_reader(default_info_dict_reader(["age"]))
-        env.rollout(5, break_when_any_done=False)
-    assert calls.count("step_and_maybe_reset") == 4  # the last call is a plain step
-    assert calls.count("step") == 5
+def test_type_checks_and_hooks_use_upstream_methods() -> None:
     env = GymWrapper(Walk(9, 9))
     env.run_type_checks = True
     with record_upstream_calls() as calls:

@@ -7,14 +7,16 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 from torchrl import envs as upstream
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import check_env_specs, default_info_dict_reader
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
+from tests.environments import add_info, change_results
 from tests.sb3_ext.tensor_envs import Points
 from tests.torchrl_ext.comparison import assert_same_rollouts, make_vector_env, seeded_rollout, tensors
-from tests.torchrl_ext.environments import FaultyWalk, IsaacByIds, SameStep, Walk
+from tests.torchrl_ext.environments import IsaacByIds, SameStep, Walk
 from torchrl_ext import GymWrapper
 
 libraries = pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
@@ -49,11 +51,10 @@ def check_chain(rollout: Any, place: Any = "observation") -> None:
 @ways
 @libraries
 @pytest.mark.parametrize("info", [{}, ["nothing"] * 3], ids=str)
-def test_missing_final_observations_are_nan_or_previous(info: Any, torch_tensors: bool, finds_done_rows: bool) -> None:
+def test_missing_final_obs_is_nan_previous_or_an_error(info: Any, torch_tensors: bool, finds_done_rows: bool) -> None:
     for missing, nested in (("nan", True), ("previous", True), ("previous", False)):
         inner = SameStep([1, 2, 5], None, nested=nested, torch_tensors=torch_tensors)
-        step = inner.step
-        inner.step = lambda action, step=step: (*step(action)[:-1], info)  # type: ignore[method-assign]
+        change_results(inner, lambda *result: (*result[:-1], info))
         env = wrap(inner, missing_final_obs=missing, finds_done_rows=finds_done_rows)
         rollout = env.rollout(9, break_when_any_done=False)
         place, done = place_key(nested), rollout["next", "done"].squeeze(-1)
@@ -65,21 +66,10 @@ def test_missing_final_observations_are_nan_or_previous(info: Any, torch_tensors
                 assert torch.equal(last, rollout[key][done])
             else:
                 assert (last == 0).all() if key == "kind" else last.isnan().all()  # integers have no NaN
-
-
-def test_previous_observation_survives_edits_of_the_data() -> None:
-    def play(edits: bool) -> Any:
-        env = wrap(SameStep([2, 3, 5], None, nested=True), missing_final_obs="previous")
-        data, found = env.reset(), []
-        for _ in range(9):
-            before, data = env.step_and_maybe_reset(env.rand_action(data))
-            found.append(before["next", "inner", "place"].clone())
-            if edits:
-                data["inner", "place"].div_(100)
-                before["next"]["inner"]["place"] = torch.full((3, 3), -5.0)
-        return torch.stack(found)
-
-    assert torch.equal(play(True), play(False))
+    env = wrap(SameStep([3, 3], None), missing_final_obs="error", finds_done_rows=finds_done_rows)
+    assert env.rollout(2).shape == (2, 2)
+    with pytest.raises(EnvironmentOutputError, match=r"final_obs.*missing_final_obs="):
+        env.rollout(4)
 
 
 FAULTS: dict[str, tuple[str, Any, str]] = {
@@ -112,25 +102,17 @@ def test_errors_name_malformed_final_observations(name: str) -> None:
     check_chain(env.rollout(9, break_when_any_done=False), place_key(nested))
 
 
-def test_missing_final_obs_raises_on_the_gpu_code_path() -> None:
-    env = wrap(SameStep([3, 3], None), missing_final_obs="error", finds_done_rows=False)
-    assert env.rollout(2).shape == (2, 2)
-    with pytest.raises(EnvironmentOutputError, match=r"final_obs.*missing_final_obs="):
-        env.rollout(4)
-
-
 @ways
 @pytest.mark.parametrize("form", ["batch", "list"])
-def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_final_observations_are_detached_and_cast(dtype: torch.dtype, form: str, finds_done_rows: bool) -> None:
     inner = SameStep([2, 3], form, torch_tensors=True)
     final = inner.final_observations
 
-    def to_double_with_graph(value: Any) -> Any:
-        if isinstance(value, list):
-            return [to_double_with_graph(part) for part in value]
-        return value if value is None else value.double().requires_grad_() * 1
+    def add_graph(value: Any) -> Any:
+        return value if value is None else value.to(dtype).requires_grad_() * 1
 
-    inner.final_observations = lambda rows: to_double_with_graph(final(rows))  # type: ignore[method-assign]
+    inner.final_observations = lambda rows: tree_map(add_graph, final(rows))  # type: ignore[method-assign]
     rollout = wrap(inner, finds_done_rows=finds_done_rows).rollout(7, break_when_any_done=False)
     assert not rollout["next", "observation"].requires_grad
     assert rollout["next", "observation"].dtype is torch.float32
@@ -142,12 +124,11 @@ def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bo
 LONG = {"age": Unbounded((), dtype=torch.int64), "length": Unbounded((), dtype=torch.int64)}
 
 
-def make_reader() -> Any:
-    return default_info_dict_reader(list(LONG), spec=LONG)
+make_pair = partial(make_vector_env, [partial(Walk, 2, 2), partial(Walk, 3, 3)], 2, "SameStep")
 
 
 def test_one_reader_serves_several_environments() -> None:
-    one = make_reader()
+    one = default_info_dict_reader(list(LONG), spec=LONG)
     single, batch, other = (
         GymWrapper(env) for env in (Walk(), make_vector_env(Walk, 3, "SameStep"), make_vector_env(Walk, 5, "SameStep"))
     )
@@ -157,7 +138,7 @@ def test_one_reader_serves_several_environments() -> None:
     assert one.info_spec == Composite(LONG)
 
 
-def test_custom_info_reader_gets_infos_without_final_entries() -> None:
+def test_custom_info_reader_gets_no_final_entries_and_statistics_once() -> None:
     seen: list[Any] = []
 
     def read_half_age(info: Any, data: Any) -> Any:
@@ -167,15 +148,17 @@ def test_custom_info_reader_gets_infos_without_final_entries() -> None:
     ours, theirs = (cls(Walk()).set_info_dict_reader(read_half_age) for cls in (GymWrapper, upstream.GymWrapper))
     rollout = assert_same_rollouts(ours, theirs, 20)
     assert torch.equal(rollout["next", "half"] * 2, rollout["next", "observation"][:, 1])
-    env = GymWrapper(make_vector_env(Walk, 2, "SameStep")).set_info_dict_reader(read_half_age)
+    env = GymWrapper(gymnasium.wrappers.vector.RecordEpisodeStatistics(make_pair()))
     seen.clear()
-    env.rollout(20, break_when_any_done=False)
+    env.set_info_dict_reader(read_half_age).rollout(6, break_when_any_done=False)
     assert not any("final_obs" in info or "final_info" in info for info in seen)
+    lengths = [info["episode"]["l"][info["_episode"]] for info in seen if "episode" in info]
+    assert np.concatenate(lengths).tolist() == [2, 3, 2, 2, 3]
 
 
 def test_readers_write_texts_by_row() -> None:
     def make_env(write: Any) -> Any:
-        env = GymWrapper(make_vector_env([partial(Walk, 2, 2), partial(Walk, 3, 3)], 2, "SameStep"))
+        env = GymWrapper(make_pair())
         return env.set_info_dict_reader(lambda info, data: write(data, [f"age {age}" for age in info["age"]]))
 
     env = make_env(lambda data, texts: data.set("text", texts))
@@ -192,49 +175,14 @@ def test_readers_may_edit_tensors_in_steps_that_reset_rows() -> None:
             data["reward"] += 1
         return data
 
-    make = partial(make_vector_env, [partial(Walk, 2, 2), partial(Walk, 3, 3)], 2, "SameStep")
-    plain = seeded_rollout(GymWrapper(make()), 9)["next"]
-    edited = seeded_rollout(GymWrapper(make()).set_info_dict_reader(add_bonus), 9)["next"]
+    plain = seeded_rollout(GymWrapper(make_pair()), 9)["next"]
+    edited = seeded_rollout(GymWrapper(make_pair()).set_info_dict_reader(add_bonus), 9)["next"]
     assert torch.equal(edited["reward"], plain["reward"] + 1)
-
-
-def test_reader_gets_statistics_of_an_episode_once() -> None:
-    read: list[float] = []
-
-    def record_lengths(info: Any, data: Any) -> None:
-        if "episode" in info:
-            read.extend(info["episode"]["l"][info["_episode"]].tolist())
-
-    inner = make_vector_env([partial(Walk, 2, 2), partial(Walk, 3, 3)], 2, "SameStep")
-    env = GymWrapper(gymnasium.wrappers.vector.RecordEpisodeStatistics(inner)).set_info_dict_reader(record_lengths)
-    env.rollout(6, break_when_any_done=False)
-    assert read == [2, 3, 2, 2, 3]
-
-
-@pytest.mark.parametrize("reset_info", [None, {}])
-def test_infos_missing_at_single_resets_are_zero(reset_info: Any) -> None:
-    ours, theirs = (
-        cls(FaultyWalk(reset=lambda pair: (pair[0], reset_info))).set_info_dict_reader(make_reader())
-        for cls in (GymWrapper, upstream.GymWrapper)
-    )
-    rollout = assert_same_rollouts(ours, theirs, 90)
-    assert (rollout["age"][rollout["observation"][:, 1] == 0] == 0).all()
-
-
-def report_info(inner: Any, name: str, value: Any) -> Any:
-    step = inner.step
-
-    def step_and_report(action: Any) -> Any:
-        *result, info = step(action)
-        return (*result, {**info, name: value()})
-
-    inner.step = step_and_report
-    return inner
 
 
 def test_info_arrays_are_copied() -> None:
     count = np.zeros(2)
-    inner = report_info(Walk(9, 9), "count", lambda: np.add(count, 1, out=count))
+    inner = add_info(Walk(9, 9), "count", lambda: np.add(count, 1, out=count))
     spec = [Unbounded((2,), dtype=torch.float64)]
     env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(["count"], spec=spec))
     assert env.rollout(6)["next", "count"].tolist() == [[step, step] for step in range(1, 7)]
@@ -242,41 +190,39 @@ def test_info_arrays_are_copied() -> None:
 
 # -- values that are not arrays
 
+# Values, and their dtype as tensors, if they are numbers.
 VALUES: dict[str, Any] = {
     "a float": (1.5, torch.float64),
     "a boolean": (True, torch.bool),
     "an array of objects": (np.array([1, 2], object), torch.int64),
     "a tensor": (torch.ones(2), torch.float32),
+    "text": ("left", None),
+    "a complex number": (1j, None),
+    "an object": (object(), None),
+    "a ragged list": ([1, [2, 3]], None),
 }
 
 
 @pytest.mark.parametrize("mode", [None, "SameStep"])
 @pytest.mark.parametrize("name", VALUES)
-def test_auto_register_info_dict_registers_numbers_of_all_dtypes(name: str, mode: str | None) -> None:
+def test_numbers_in_infos_are_registered_and_others_skipped_or_rejected_if_named(name: str, mode: str | None) -> None:
     value, dtype = VALUES[name]
 
-    def make_env() -> Any:
-        return report_info(Walk(3, 5), "value", lambda: value)
-
-    env = GymWrapper(make_vector_env(make_env, 2, mode) if mode else make_env()).auto_register_info_dict()
-    check_env_specs(env)
-    after = env.rollout(12, break_when_any_done=False)["next"]
-    assert after["value"].dtype is dtype
-    expected = torch.as_tensor(np.asarray(value).astype(float)).to(dtype)
-    assert torch.equal(after["value"], expected.expand(*after.batch_size, *expected.shape))
-
-
-@pytest.mark.parametrize("mode", [None, "SameStep"])
-@pytest.mark.parametrize("value", ["left", 1j, object(), [1, [2, 3]]], ids=lambda value: type(value).__name__)
-def test_infos_that_are_not_numbers_are_skipped_or_rejected_if_named(value: Any, mode: str | None) -> None:
-    def make_env() -> Any:
-        return report_info(Walk(3, 3), "value", lambda: value)
-
     def wrap_env() -> Any:
+        def make_env() -> Any:
+            return add_info(Walk(3, 5), "value", lambda: value)
+
         return GymWrapper(make_vector_env(make_env, 2, mode) if mode else make_env())
 
-    after = wrap_env().auto_register_info_dict().rollout(5, break_when_any_done=False)["next"]
+    env = wrap_env().auto_register_info_dict()
+    check_env_specs(env)
+    after = env.rollout(12, break_when_any_done=False)["next"]
     assert after["age"].any()
+    if dtype is not None:
+        assert after["value"].dtype is dtype
+        expected = torch.as_tensor(np.asarray(value).astype(float)).to(dtype)
+        assert torch.equal(after["value"], expected.expand(*after.batch_size, *expected.shape))
+        return
     assert "value" not in after
     env = wrap_env().set_info_dict_reader(default_info_dict_reader(["value"]))
     with pytest.raises(EnvironmentOutputError, match=r"info 'value' .*expected numbers.*Use env.set_info_dict_reader"):
@@ -284,7 +230,7 @@ def test_infos_that_are_not_numbers_are_skipped_or_rejected_if_named(value: Any,
 
 
 def test_scalar_info_of_a_batch_is_rejected() -> None:
-    inner = report_info(IsaacByIds(3, final_obs=True), "mean", lambda: 2.5)
+    inner = add_info(IsaacByIds(3, final_obs=True), "mean", lambda: 2.5)
     env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(["mean"]))
     with pytest.raises(EnvironmentOutputError, match=r"info 'mean' has the shape \(\).*\(3,\)"):
         env.rollout(2)
@@ -292,7 +238,7 @@ def test_scalar_info_of_a_batch_is_rejected() -> None:
 
 def test_none_in_infos_counts_as_absent() -> None:
     inner = Walk(3, 3)
-    report_info(inner, "goal", lambda: None if inner.step_count % 2 else 2.5)
+    add_info(inner, "goal", lambda: None if inner.step_count % 2 else 2.5)
     spec = {"goal": Unbounded((), dtype=torch.float64)}
     env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(list(spec), spec=spec))
     assert env.rollout(6, break_when_any_done=False)["next", "goal"].tolist() == [0, 2.5, 0, 0, 2.5, 0]

@@ -30,7 +30,8 @@ from torchrl.envs import CatFrames, Compose, SerialEnv, ToTensorImage, Transform
 from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.frames.log import FrameLog
 from tests.forks import result_in_fork
-from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Twins, Videos, assert_same, make_transitions
+from tests.torchrl_ext.comparison import assert_same
+from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Twins, Videos, make_transitions
 from torchrl_ext import FrameStorage, GymWrapper
 
 TRAJECTORY = ("collector", "traj_ids")
@@ -293,25 +294,13 @@ def test_tensorclasses_with_text_can_be_stored_more_than_once() -> None:
 
 
 def test_elements_of_collectors_may_lack_reset_masks() -> None:
-    data = make_transitions(20)
-    storages = FrameStorage(20), LazyTensorStorage(20)
-    for storage in storages:
-        storage.set(range(10), data[:10].clone().set("_reset", torch.ones(10, 1, dtype=torch.bool)))
-        storage.set(range(10, 20), data[10:].clone())
-    ours, theirs = (storage[:].exclude("_reset") for storage in storages)
-    assert_same(ours, theirs)
+    twins, data = Twins(20), make_transitions(20)
+    twins.extend(data[:10].clone().set("_reset", torch.ones(10, 1, dtype=torch.bool)))
+    twins.extend(data[10:])
+    assert_same(twins.ours[:].exclude("_reset"), twins.theirs[:].exclude("_reset"))
 
 
-def test_sets_of_places_are_refused() -> None:
-    storage = FrameStorage(20)
-    storage.set(range(20), make_transitions(20))
-    before = storage[:].clone()
-    with pytest.raises(InvalidArgumentError, match=r"has no order.*Use storage\[sorted\(index\)\] = data"):
-        storage[{18, 3}] = make_transitions(2, seed=5)
-    assert_same(storage[:], before)
-
-
-def test_elements_that_are_not_tensordicts_of_one_form_are_refused() -> None:
+def test_elements_that_are_not_tensordicts_of_one_form_and_sets_of_places_are_refused() -> None:
     first, short = make_transitions(1)[0], make_transitions(1)[0].set("action", torch.zeros(3))
     agents = [TensorDict({"pixels": torch.zeros(size, 40, 3, dtype=torch.uint8)}) for size in (36, 37)]
     nested = TensorDict({"agents": LazyStackedTensorDict(*agents).expand(4, 2)}, [4])
@@ -326,6 +315,9 @@ def test_elements_that_are_not_tensordicts_of_one_form_are_refused() -> None:
             with pytest.raises(InvalidTypeError, match=r"FrameStorage stores TensorDicts, got .* Use TensorDict\(\{"):
                 storage.set(0, wrong)
         assert (len(storage), storage.initialized) == (4 * filled, filled)
+    with pytest.raises(InvalidArgumentError, match=r"has no order.*Use storage\[sorted\(index\)\] = data"):
+        storage[{2, 3}] = make_transitions(2, seed=5)
+    assert_same(storage[:], make_transitions(4).to("cpu"))
 
 
 def test_prefill_replay_buffer_fills_a_storage() -> None:
@@ -409,30 +401,16 @@ def _make_float_atari() -> Any:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_frames_of_collectors_are_exact_and_stored_once(make: Any, pixels: Any, ndim: int) -> None:
-    n_frames = 600
-    storages = FrameStorage(n_frames, pixels=pixels, ndim=ndim), LazyTensorStorage(n_frames, ndim=ndim)
-    buffers = [
-        TensorDictReplayBuffer(
-            storage=storage,
-            sampler=SliceSampler(slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False),
-            batch_size=32,
-        )
-        for storage in storages
-    ]
+    twins = Twins(600, ndim=ndim, options={"pixels": pixels}, sampler=SAMPLERS["slices by trajectory"])
     collector = Collector(SerialEnv(2, make), None, frames_per_batch=100, total_frames=800)
     collector.set_seed(0)
     for batch in collector:
-        for buffer in buffers:
-            buffer.extend((batch if ndim == 2 else batch.reshape(-1)).clone())
-        drawn = []
-        for buffer in buffers:
-            torch.manual_seed(1)
-            drawn.append(buffer.sample())
-        assert_same(*drawn)
+        twins.extend(batch if ndim == 2 else batch.reshape(-1))
+        assert_same(*twins.call_both(lambda buffer: buffer.sample(32)))
     collector.shutdown()
-    assert_same(buffers[0][:], buffers[1][:])
-    for column in storages[0]._columns:
-        raw = sum(storages[1]._storage.get(key).nbytes for key in column.keys)
+    assert_same(twins.ours[:], twins.theirs[:])
+    for column in twins.ours.storage._columns:
+        raw = sum(twins.theirs.storage._storage.get(key).nbytes for key in column.keys)
         n_stack = 1 if "observation" in column.keys and make is _make_float_atari else 4
         assert column.table.part.layout.n_stack == n_stack
         assert column.table.nbytes < raw / 20

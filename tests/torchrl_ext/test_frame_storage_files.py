@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +27,12 @@ from rl_ext_core.errors import (
 )
 from rl_ext_core.frames.checkpoint import FORMAT, checksum
 from rl_ext_core.frames.log_folder import LogFolder
-from tests.torchrl_ext.frame_data import Videos, assert_same, make_buffer, make_transitions
+from tests.torchrl_ext.comparison import assert_same
+from tests.torchrl_ext.frame_data import Twins, Videos, make_buffer, make_transitions, through_files, through_state
 from torchrl_ext import FrameStorage
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer
 
-
-def _through_state_dict(buffer: Any, size: int, tmp_path: Path) -> Any:
-    torch.save(buffer.storage.state_dict(), tmp_path / "state.pt")
-    loaded = make_buffer(size, ndim=buffer.storage.ndim)
-    state = {**buffer.state_dict(), "_storage": torch.load(tmp_path / "state.pt", weights_only=True)}
-    loaded.load_state_dict(state)
-    return loaded
-
-
-def _through_dumps(buffer: Any, size: int, tmp_path: Path) -> Any:
-    buffer.dumps(tmp_path / "checkpoint")
-    loaded = make_buffer(size, ndim=buffer.storage.ndim)
-    loaded.loads(tmp_path / "checkpoint")
-    return loaded
-
-
-WAYS = [_through_state_dict, _through_dumps]
-
-
+WAYS = [through_state, through_files]
 # Numbers of steps of two environments, the size of the storage that loads them, and what is refused.
 LOADED: list[tuple[list[int], int, str]] = [
     ([], 80, ""),
@@ -88,9 +70,9 @@ def test_contents_are_loaded_if_they_fit_and_continue_unless_the_ring_was_full(
         buffer.extend(collect(n))
     if refused == "to load":
         with pytest.raises(InvalidArgumentError, match=r"50 elements .* do not fit into FrameStorage\(20"):
-            way(buffer, other, tmp_path)
+            way(buffer, make_buffer(other, ndim=ndim), tmp_path / "saved")
         return
-    loaded, more = way(buffer, other, tmp_path), collect(3)
+    loaded, more = way(buffer, make_buffer(other, ndim=ndim), tmp_path / "saved"), collect(3)
     assert len(loaded) == len(buffer)
     if steps:
         assert_same(loaded[:], buffer[:])
@@ -122,7 +104,7 @@ def test_places_beyond_the_size_are_loaded(way: Any, tmp_path: Path) -> None:
     buffer = make_buffer(100, ndim=2)  # 105 places, because of 7 environments
     for _ in range(4):
         buffer.extend(Videos(5).collect(7).transpose(0, 1).contiguous())
-    loaded = way(buffer, 100, tmp_path)
+    loaded = way(buffer, make_buffer(100, ndim=2), tmp_path / "saved")
     assert len(loaded) == len(buffer) > 100
     assert_same(loaded[:], buffer[:])
 
@@ -271,23 +253,17 @@ def test_folder_refuses_unsupported_operations(tmp_path: Path) -> None:
 @pytest.mark.parametrize("in_folder", [True, False])
 @pytest.mark.parametrize("n", [20, 50, 70])
 def test_max_value_writer_continues_with_the_ranks_of_loaded_elements(in_folder: bool, n: int, tmp_path: Path) -> None:
-    def make_ranked_buffer(storage: Any) -> Any:
-        return TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter(), batch_size=16)
-
     data, folder = make_transitions(n + 30), tmp_path if in_folder else None
-    ours, theirs = (
-        make_ranked_buffer(make(50)) for make in (partial(FrameStorage, storage_dir=folder), LazyTensorStorage)
-    )
-    for buffer in (ours, theirs):
-        buffer.extend(data[:n].clone())
-    state = ours.storage.state_dict()
-    ours.storage.close()
-    ours = make_ranked_buffer(FrameStorage(50, storage_dir=folder, resume=in_folder))
+    twins = Twins(50, writer=TensorDictMaxValueWriter, options={"storage_dir": folder})
+    twins.extend(data[:n])
+    state = twins.ours.storage.state_dict()
+    twins.ours.storage.close()
+    storage = FrameStorage(50, storage_dir=folder, resume=in_folder)
+    twins.ours = TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter())
     if not in_folder:
-        ours.storage.load_state_dict(state)
-    for buffer in (ours, theirs):
-        buffer.extend(data[n:].clone())
-    assert_same(ours[:], theirs[:])
+        storage.load_state_dict(state)
+    twins.extend(data[n:])
+    assert_same(twins.ours[:], twins.theirs[:])
 
 
 def test_replaced_folder_is_not_written_to(tmp_path: Path) -> None:

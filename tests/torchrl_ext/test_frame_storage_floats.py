@@ -12,11 +12,11 @@ from torchrl.data import TensorDictReplayBuffer
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames.codecs import JpegCodec
-from tests.torchrl_ext.frame_data import STACK, Videos, assert_same
+from tests.torchrl_ext.comparison import assert_same
+from tests.torchrl_ext.frame_data import PIXELS, STACK, make_transitions
 from torchrl_ext import FrameStorage
 
 N = 120
-KEYS: list[Any] = ["pixels", ("next", "pixels")]
 
 
 def make_frames(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -41,17 +41,19 @@ def make_steps(form: str, dtype: torch.dtype = torch.float32) -> TensorDict:
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype", "batch"),
+    ("form", "dtype", "batch", "pixels"),
     [
-        *itertools.product(["stack", "nested"], [torch.float32], [1, 30]),
-        ("HWC", torch.float16, 30),
-        ("frame", torch.float64, 1),
-        ("no next", torch.float32, N),
+        *itertools.product(["stack", "nested"], [torch.float32], [1, 30], [None]),
+        ("HWC", torch.float16, 30, None),
+        ("frame", torch.float64, 1, None),
+        ("no next", torch.float32, N, None),
+        *(("stack", torch.float64, N, pixels) for pixels in (["pixels"], PIXELS)),
     ],
 )
-def test_float_images_are_compressed_by_default(form: str, batch: int, dtype: torch.dtype) -> None:
+def test_float_images_are_compressed_by_default(form: str, batch: int, dtype: torch.dtype, pixels: Any) -> None:
+    """A named key includes the one under ``"next"``."""
     steps = make_steps(form, dtype)
-    buffer = TensorDictReplayBuffer(storage=FrameStorage(N), batch_size=16)
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(N, pixels=pixels), batch_size=16)
     for rows in steps.split(batch):
         buffer.extend(rows)
     for key in steps.keys(True, True):
@@ -72,24 +74,16 @@ def test_other_floats_are_not_images(values: torch.Tensor, caplog: pytest.LogCap
     assert not storage._columns
 
 
-def test_noise_of_the_shape_of_images_is_stored_bit_for_bit() -> None:
-    values = torch.randn(N, 4, 20, 20)
-    storage = FrameStorage(N)
-    storage.set(range(N), TensorDict({"values": values}, [N]))
-    assert len(storage._columns) == 1
-    assert torch.equal(storage[:]["values"].clone().view(torch.int32), values.view(torch.int32))
-
-
 def _make_bytes() -> TensorDict:
     steps = make_steps("stack")
-    for key in KEYS:
+    for key in PIXELS:
         steps[key] = (steps[key].clamp(0, 1) * 255).round().to(torch.uint8)
     return steps
 
 
 def _divide(steps: TensorDict, divisor: int = 255) -> TensorDict:
     steps = steps.clone()
-    for key in KEYS:
+    for key in PIXELS:
         steps[key] = steps[key] / divisor
     return steps
 
@@ -117,18 +111,8 @@ def test_other_floats_after_bytes_are_returned_bit_for_bit(value: float) -> None
     storage.set(range(80), steps[:80])
     steps["next", "pixels"][100, 2, 3, 4] = value
     storage.set(range(80, N), steps[80:])
-    for key in KEYS:
+    for key in PIXELS:
         assert torch.equal(storage[:][key].clone().view(torch.int32), steps[key].view(torch.int32))
-
-
-def test_named_key_includes_the_next_one() -> None:
-    steps = make_steps("stack", torch.float64)
-    sizes = []
-    for pixels in (["pixels"], ["pixels", ("next", "pixels")]):
-        storage = FrameStorage(N, pixels=pixels)
-        storage.set(range(N), steps)
-        sizes.append(storage.nbytes)
-    assert sizes[0] == sizes[1] < steps.bytes() / 5
 
 
 def test_only_batches_of_usual_size_are_recycled() -> None:
@@ -147,13 +131,9 @@ def test_only_batches_of_usual_size_are_recycled() -> None:
     assert storage.recycled_nbytes <= 4 * 16 * 4 * 40 * 40 * 4
 
 
-def _make_pictures(n: int) -> TensorDict:
-    return Videos(1, smooth=True).collect(n).reshape(-1)
-
-
 @pytest.mark.parametrize(("batch", "quality"), [(1, 95), (7, 50)])
 def test_jpeg_images_are_close_and_survive_failures(batch: int, quality: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, data = FrameStorage(100, codec="jpeg", quality=quality, n_stack=STACK), _make_pictures(80)
+    storage, data = FrameStorage(100, codec="jpeg", quality=quality, n_stack=STACK), make_transitions(80, smooth=True)
     for start in range(0, 80, batch):
         storage.set(range(start, min(start + batch, 80)), data[start : start + batch])
     stored = storage[torch.arange(80)]
@@ -162,7 +142,7 @@ def test_jpeg_images_are_close_and_survive_failures(batch: int, quality: int, mo
         with pytest.raises(ZeroDivisionError):
             storage.set(range(30, 50), data[40:60])
     assert_same(storage[torch.arange(80)], stored)
-    for key in KEYS:
+    for key in PIXELS:
         assert 0 < (stored[key].float() - data[key].float()).abs().mean() < 4
 
 
@@ -175,7 +155,7 @@ def test_jpeg_images_are_close_and_survive_failures(batch: int, quality: int, mo
 )
 def test_loading_a_lossier_state_is_refused(saved: dict[str, Any], options: dict[str, Any], text: str) -> None:
     storage = FrameStorage(100, **saved)
-    storage.set(range(70), _make_pictures(70))
+    storage.set(range(70), make_transitions(70, smooth=True))
     state = storage.state_dict()
     for other in ({}, options):
         with pytest.raises(InvalidArgumentError, match=text):

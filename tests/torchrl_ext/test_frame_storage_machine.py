@@ -20,11 +20,11 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictMaxValueWrit
 
 from rl_ext_core.errors import RlExtError
 from tests.interrupts import interrupt_at, interrupt_everywhere
-from tests.torchrl_ext.frame_data import Videos, assert_same, make_transitions
+from tests.torchrl_ext.comparison import assert_same
+from tests.torchrl_ext.frame_data import PIXELS, Videos, make_transitions
 from torchrl_ext import FrameStorage
 
 CODE_PATHS = ("torchrl_ext/frame", "rl_ext_core/")
-PIXELS = ["pixels", ("next", "pixels")]
 
 
 def _as_two_agents(data: TensorDict) -> TensorDict:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, PrioritizedSampler, PrioritizedSliceSampler, TensorDictReplayBuffer
+from torchrl.data import PrioritizedSampler, PrioritizedSliceSampler, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import prioritized
 
-from tests.torchrl_ext.frame_data import Twins, Videos, assert_same
+from tests.torchrl_ext.comparison import assert_same
+from tests.torchrl_ext.frame_data import Twins, Videos, through_files, through_pickle, through_state
 from torchrl_ext import FrameStorage
 
 pytestmark = [
@@ -85,24 +85,7 @@ def test_prioritized_samplers_return_the_batches_of_lazy_tensor_storage(sampler:
     check_samples_and_priorities(twins)
 
 
-def _through_files(buffer: Any, fresh: Any, path: Path) -> Any:
-    buffer.dumps(path)
-    fresh.loads(path)
-    return fresh
-
-
-def _through_state(buffer: Any, fresh: Any, path: Path) -> Any:
-    fresh.load_state_dict(buffer.state_dict())
-    if isinstance(fresh.storage, LazyTensorStorage):  # loading drops its device
-        fresh.storage._storage = fresh.storage._storage.to("cpu")
-    return fresh
-
-
-def _through_pickle(buffer: Any, fresh: Any, path: Path) -> Any:
-    return pickle.loads(pickle.dumps(buffer))
-
-
-@pytest.mark.parametrize("through", [_through_files, _through_state, _through_pickle])
+@pytest.mark.parametrize("through", [through_files, through_state, through_pickle])
 @pytest.mark.parametrize(("sampler", "n_steps"), [("plain", 25), ("max within buffer", 90), ("slices", 90)])
 def test_saved_buffers_restore_their_priorities(sampler: str, through: Any, n_steps: int, tmp_path: Path) -> None:
     twins, fresh, videos = make_twins(SAMPLERS[sampler]), make_twins(SAMPLERS[sampler]), Videos(2)

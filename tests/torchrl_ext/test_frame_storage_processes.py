@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import time
 from collections import Counter
@@ -34,12 +33,6 @@ def context() -> Iterator[Any]:
     yield found
     forkserver._forkserver._stop()
     found.set_forkserver_preload(["__main__"])
-
-
-def _kill(worker: Any) -> None:
-    if worker.is_alive():
-        os.kill(worker.pid, signal.SIGKILL)
-    worker.join()
 
 
 def _count_valid_elements(buffer: Any) -> Any:
@@ -89,7 +82,8 @@ def test_killed_processes_neither_block_others_nor_leave_partial_elements(contex
                 time.sleep(0.001)
                 assert victim.is_alive()
             time.sleep(float(random.uniform(0, 0.02)))
-            _kill(victim)
+            victim.kill()
+            victim.join()
             at_work.append(start_worker())
             with buffer.storage.lock:
                 complete = [number.value for number in n_complete]
@@ -104,7 +98,8 @@ def test_killed_processes_neither_block_others_nor_leave_partial_elements(contex
         assert number == 2
     finally:
         for worker in workers:
-            _kill(worker)
+            worker.kill()
+            worker.join()
     if size < 100_000:
         assert len(buffer) == size
 
@@ -112,15 +107,15 @@ def test_killed_processes_neither_block_others_nor_leave_partial_elements(contex
 ALL_KEYS = [*KEYS, ("next", "done")]
 FILM_KEYS = ["observation", ("next", "observation"), ("next", "done")]
 BATCHES = [7, 40, 3, 25, 60]
-LINES = 660  # at least as many lines as adding a batch executes
+STEPS = 1440  # at most as many steps as adding a batch takes
 
 
-def check_kill_at_line(context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool) -> bool:
-    """Kill a process at a line, and check the storage; return whether a log names it."""
+def check_kill(context: Any, at: int, caplog: pytest.LogCaptureFixture, *, full: bool) -> bool:
+    """Kill a process at a step, and check the storage; return whether a log names it."""
     buffer = _make_shared_buffer(90 if full else 300, 30)
     buffer.extend(make_batch(1, 30))
     buffer.extend(make_batch(2, 30))
-    worker = context.Process(target=add_and_be_killed, args=(buffer, 3, 30, line))
+    worker = context.Process(target=add_and_be_killed, args=(buffer, 3, 30, at))
     worker.start()
     worker.join(60)
     assert worker.exitcode == -signal.SIGKILL
@@ -143,7 +138,7 @@ def check_kill_at_line(context: Any, line: int, caplog: pytest.LogCaptureFixture
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("full", [True, False])
 def test_kill_at_any_line_leaves_valid_elements(context: Any, full: bool, caplog: pytest.LogCaptureFixture) -> None:
-    made_whole = [check_kill_at_line(context, line, caplog, full=full) for line in range(5, LINES, LINES // 12)]
+    made_whole = [check_kill(context, at, caplog, full=full) for at in range(5, STEPS, STEPS // 12)]
     assert sum(made_whole) > 6
 
 

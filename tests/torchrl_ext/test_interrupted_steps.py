@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -41,6 +41,21 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+def interrupt_call(name: str, call: str, every: int) -> Iterator[tuple[Any, Any, Any]]:
+    """Interrupt a call at each ``every``-th place; yield its environment, its data, and the data before it."""
+    state: list[Any] = []
+
+    def prepare() -> Callable[[], Any]:
+        env, data = prepare_env(name)
+        if call == "the first rollout":
+            env = MAKERS[name]()
+        state[:] = env, data, data.clone()
+        return lambda: CALLS[call](env, data)
+
+    for _ in interrupt_everywhere(prepare, code_paths=("torchrl_ext/",), every=every):
+        yield state[0], state[1], state[2]
+
+
 @pytest.mark.sample
 @pytest.mark.parametrize(
     ("name", "every"),
@@ -48,23 +63,11 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 )
 @pytest.mark.parametrize("call", CALLS)
 def test_rollout_after_an_interrupt_is_unchanged(name: str, every: int, call: str) -> None:
-    expected = seeded_rollout(MAKERS[name](), 8)
-    state: dict[str, Any] = {}
-
-    def prepare() -> Callable[[], Any]:
-        env, data = prepare_env(name)
-        if call == "the first rollout":
-            env = MAKERS[name]()
-        state.update(env=env, data=data, kept=data.clone())
-        return lambda: CALLS[call](env, data)
-
-    count = 0
-    for _ in interrupt_everywhere(prepare, code_paths=("torchrl_ext/",), every=every * (4 if "rollout" in call else 1)):
+    expected, count = seeded_rollout(MAKERS[name](), 8), 0
+    for env, data, before in interrupt_call(name, call, every * (4 if "rollout" in call else 1)):
         count += 1
-        found = seeded_rollout(state["env"], 8)
-        assert_same(found, expected)
-        kept = state["kept"]
-        assert_same(state["data"].select(*kept.keys(True, True)), kept)
+        assert_same(seeded_rollout(env, 8), expected)
+        assert_same(data.select(*before.keys(True, True)), before)
     assert count > 1
 
 
@@ -72,15 +75,7 @@ def test_rollout_after_an_interrupt_is_unchanged(name: str, every: int, call: st
 @pytest.mark.parametrize("name", ["SameStep", "NextStep", "Disabled"])
 @pytest.mark.parametrize("call", ["step", "step_and_maybe_reset"])
 def test_partial_reset_after_an_interrupt_returns_current_observations(name: str, call: str) -> None:
-    state: dict[str, Any] = {}
-
-    def prepare() -> Callable[[], Any]:
-        env, data = prepare_env(name)
-        state.update(env=env)
-        return lambda: CALLS[call](env, data)
-
-    for _ in interrupt_everywhere(prepare, code_paths=("torchrl_ext/",), every=5):
-        env = state["env"]
+    for env, *_ in interrupt_call(name, call, 5):
         data = env.reset(TensorDict({"_reset": torch.tensor([[True], [False]])}, [2]))
         each = env._env.envs
         assert each[0].step_count == 0
@@ -93,18 +88,9 @@ def test_partial_reset_after_an_interrupt_returns_current_observations(name: str
 
 def test_previous_observation_after_an_interrupt_is_right_or_an_error() -> None:
     """If the previous observation is unknown after an interrupt, an episode's end raises."""
-    state: dict[str, Any] = {}
     refusals: list[str] = []
-
-    def prepare() -> Callable[[], Any]:
-        env, data = prepare_env("torch")
-        state.update(env=env, before=data.clone())
-        return lambda: env.step(data)
-
-    for _ in interrupt_everywhere(prepare, code_paths=("torchrl_ext/",), every=3):
-        env = state["env"]
-        inner = env._env
-        steps = inner.steps.clone()
+    for env, *_ in interrupt_call("torch", "step", 3):
+        steps = env._env.steps.clone()
         try:
             data = env.step(TensorDict({"action": torch.zeros(2, 2)}, [2], device=env.device))["next"]
         except EnvironmentOutputError as error:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from gymnasium import spaces
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
+from tests.environments import change_results
 from tests.torchrl_ext.comparison import make_vector_env
 from tests.torchrl_ext.environments import FaultyDictWalk, FaultyWalk, SameStep, SamplingEnv, Walk, box
 from torchrl_ext import GymWrapper
@@ -68,15 +70,11 @@ def test_errors_name_invalid_results_of_single_environments(name: str) -> None:
     assert env.rollout(5).shape == (5,)
 
 
-def test_step_result_may_be_a_list() -> None:
-    result = GymWrapper(FaultyWalk(step=list)).rollout(4)
-    assert result["observation"][:, 1].tolist() == [0, 1, 2, 3]
-
-
-def test_trailing_axes_of_length_one_are_dropped_or_added() -> None:
+def test_step_may_return_a_list_with_trailing_axes_of_length_one() -> None:
     faults = {"reward": np.ones((1, 1)), "terminated": np.zeros(1, bool), "truncated": torch.zeros(1, dtype=torch.bool)}
-    rollout = GymWrapper(FaultyWalk(observation=lambda value: value[:, None], **faults)).rollout(4)
+    rollout = GymWrapper(FaultyWalk(step=list, observation=lambda value: value[:, None], **faults)).rollout(4)
     assert rollout["observation"].shape == (4, 4)
+    assert rollout["observation"][:, 1].tolist() == [0, 1, 2, 3]
     assert rollout["next", "reward"].tolist() == [[1.0]] * 4
 
 
@@ -132,20 +130,12 @@ def test_errors_name_invalid_step_results_of_batches(name: str, torch_tensors: b
     inner = SameStep([3, 4, 5, 6], "batch", torch_tensors=torch_tensors)
     env = GymWrapper(inner)
     data = env.reset()
-    step = inner.step
-
-    def faulty_step(action: Any) -> Any:
-        result = list(step(action))
-        result[place] = fault(result[place])
-        return tuple(result)
-
-    inner.step = faulty_step  # type: ignore[method-assign]
+    change_results(inner, lambda *result: (*result[:place], fault(result[place]), *result[place + 1 :]))
     for take in (env.step, env.step_and_maybe_reset):
         with pytest.raises(EnvironmentOutputError, match=message):
             take(env.rand_action(data))
-    inner.step = step  # type: ignore[method-assign]
-    data = env.reset()
-    rollout = env.rollout(8, break_when_any_done=False, auto_reset=False, tensordict=data)
+    del inner.step
+    rollout = env.rollout(8, break_when_any_done=False)
     assert torch.equal(rollout["next", "observation"][..., 2], rollout["observation"][..., 2] + 1)
 
 
@@ -155,36 +145,36 @@ def test_errors_name_invalid_step_results_of_batches(name: str, torch_tensors: b
     ids=["tuple", "bytes", "torch column"],
 )
 def test_batch_rewards_as_tuple_integers_or_column_become_float32(reward: Any) -> None:
-    inner = SameStep([3, 4, 5, 6], "batch")
-    step = inner.step
-    inner.step = lambda action: (lambda result: (result[0], reward, *result[2:]))(step(action))  # type: ignore[method-assign]
+    inner = change_results(SameStep([3, 4, 5, 6], "batch"), lambda place, _, *rest: (place, reward, *rest))
     found = GymWrapper(inner).rollout(2)["next", "reward"]
     assert found.dtype is torch.float32
     assert torch.equal(found[:, 0, 0], torch.as_tensor(np.asarray(reward), dtype=torch.float32).reshape(4))
 
 
-@pytest.mark.parametrize("skip", [0, -2])
-def test_frame_skip_below_one_is_rejected(skip: int) -> None:
-    with pytest.raises(InvalidArgumentError, match=rf"frame_skip={skip} takes no step.*Use frame_skip=1"):
-        GymWrapper(Walk(), frame_skip=skip)
+make_walks = partial(make_vector_env, Walk, 2, "SameStep")
 
 
-def test_frame_skip_of_vectorized_environments_is_rejected() -> None:
-    # Other rows would skip fewer frames when one row's episode ends.
-    with pytest.raises(InvalidArgumentError, match=r"frame_skip=4 on a vectorized environment.*ParallelEnv\(n, "):
-        GymWrapper(make_vector_env(Walk, 2, "SameStep"), frame_skip=4)
-    env = GymWrapper(make_vector_env(Walk, 2, "SameStep"), frame_skip=1)
+@pytest.mark.parametrize(
+    ("make", "skip", "text"),
+    [
+        *((Walk, skip, rf"frame_skip={skip} takes no step.*Use frame_skip=1") for skip in (0, -2)),
+        (make_walks, 4, r"frame_skip=4 on a vectorized environment.*ParallelEnv\(n, "),
+    ],
+)
+def test_invalid_frame_skips_are_rejected(make: Any, skip: int, text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        GymWrapper(make(), frame_skip=skip)
+    env = GymWrapper(make(), frame_skip=1)
     env.rollout(3)
-    env.wrapper_frame_skip = 4
-    with pytest.raises(InvalidArgumentError, match=r"frame_skip=4"):
+    env.wrapper_frame_skip = skip
+    with pytest.raises(InvalidArgumentError, match=text):
         env.rollout(3)
 
 
 @pytest.mark.parametrize("reward", [1.5, float("nan")])
 def test_fractional_single_reward_is_rejected_by_an_integer_spec(reward: Any) -> None:
-    inner = Walk()
-    step, inner.reward_space = inner.step, spaces.Box(-9, 9, (1,), np.int64)  # type: ignore[attr-defined]
-    inner.step = lambda action: (step(action)[0], reward, *step(action)[2:])  # type: ignore[method-assign]
+    inner = FaultyWalk(reward=reward)
+    inner.reward_space = spaces.Box(-9, 9, (1,), np.int64)  # type: ignore[attr-defined]
     env = GymWrapper(inner)
     assert env.reward_spec.dtype == torch.int64
     with pytest.raises(EnvironmentOutputError, match=r"'reward' has the dtype torch\.float"):

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+import torchrl.envs
 from torchrl.data import Bounded, NonTensor
-from torchrl.envs import CatFrames, RewardSum, StepCounter, TransformedEnv
+from torchrl.envs import CatFrames, GymEnv, RewardSum, StepCounter, TransformedEnv
 from torchrl.envs import GymWrapper as UpstreamGymWrapper
 
 from rl_ext_core.errors import (
@@ -22,6 +25,7 @@ from rl_ext_core.errors import (
 )
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.compare import run_in_subprocess
+from rl_ext_core.factory.record import source_of_environment
 from rl_ext_core.factory.walk import fingerprint
 from rl_ext_core.vector.environments import PoolOptions
 from tests.environments import Counting, count_events
@@ -132,17 +136,14 @@ def test_instances_stay_unchanged_and_usable(make: Any, event_log: Path) -> None
 
 def test_instance_is_compared_with_its_copy_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that compares the copy also reads the metadata for buffers."""
-    asked = []
-    monkeypatch.setattr(
-        "rl_ext_core.factory.compare.run_in_subprocess",
-        lambda *args, **kwargs: asked.append(1) or run_in_subprocess(*args, **kwargs),
-    )
+    compare = mock.Mock(side_effect=run_in_subprocess)
+    monkeypatch.setattr("rl_ext_core.factory.compare.run_in_subprocess", compare)
     ParallelEnv(2, make_changed_counting())
-    assert len(asked) == 1
+    compare.assert_called_once()
     factory = as_factory(make_changed_counting())
-    asked.clear()
+    compare.reset_mock()
     ParallelEnv(2, factory)
-    assert asked == []
+    compare.assert_not_called()
 
 
 def test_each_worker_gets_only_its_own_factory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,15 +153,6 @@ def test_each_worker_gets_only_its_own_factory(monkeypatch: pytest.MonkeyPatch) 
     env = ParallelEnv(4, as_factory(make_changed_counting()), seed=0)
     env.reset()
     assert len(pickled) == 4
-    env.close()
-
-
-@pytest.mark.sample(ci=1)
-@pytest.mark.parametrize("source", ["CartPole-v1", gymnasium.spec("CartPole-v1")], ids=["id", "spec"])
-def test_ids_and_specs_build_environments(source: Any) -> None:
-    env = ParallelEnv(np.int64(2), source)
-    assert env.reset()["observation"].shape == (2, 4)
-    assert [spec.id for spec in env.spec] == ["CartPole-v1"] * 2
     env.close()
 
 
@@ -176,10 +168,22 @@ def test_environments_are_built_with_num_sub_threads_and_have_the_same_specs() -
     env.close()
 
 
-@pytest.mark.parametrize("options", [{"size": 4}, {"note": "a"}, {"high": 2}], ids=str)
-def test_environments_with_other_specs_are_refused(options: dict[str, Any]) -> None:
-    env = ParallelEnv(2, [NativeEnv, functools.partial(NativeEnv, **options)])
-    with pytest.raises(EnvironmentOutputError, match=r"environment 1 has .* Use torchrl.envs.ParallelEnv\(num"):
+CHANGED_SPACE = r"environment \d has observation_space=.*expected .*3"
+NO_BUFFERS = r"environment 1 has .* Use torchrl.envs.ParallelEnv\(num"
+# A source, its overrides, and an error.
+OTHER_SPECS: list[tuple[Any, Any, str]] = [
+    ([NativeEnv, functools.partial(NativeEnv, size=4)], None, NO_BUFFERS),
+    ([NativeEnv, functools.partial(NativeEnv, note="a")], None, NO_BUFFERS),
+    ([NativeEnv, functools.partial(NativeEnv, high=2)], None, NO_BUFFERS),
+    (Counting(), [{"observation_space": gymnasium.spaces.Box(-1, 1, (size,))} for size in (3, 5)], CHANGED_SPACE),
+    (NativeEnv, [{"size": 3}, {"size": 5}], CHANGED_SPACE),
+]
+
+
+@pytest.mark.parametrize(("source", "overrides", "text"), OTHER_SPECS)
+def test_environments_with_other_specs_are_refused(source: Any, overrides: Any, text: str) -> None:
+    env = ParallelEnv(2, source, overrides=overrides)
+    with pytest.raises(EnvironmentOutputError, match=text):
         env.reset()
 
 
@@ -225,7 +229,7 @@ OVERRIDDEN: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
 def test_overrides_apply_to_each_environment(name: str) -> None:
     source, options, expected = OVERRIDDEN[name]
     source = GymWrapper(source()) if name == "attributes" else source
-    env = ParallelEnv(len(expected), source, seed=np.int64(0), **options)
+    env = ParallelEnv(np.int64(len(expected)), source, seed=np.int64(0), **options)
     assert observed_depths(env) == expected
     env.close()
 
@@ -235,19 +239,8 @@ def test_unsuitable_overrides_and_arguments_are_rejected() -> None:
         (InvalidArgumentError, WorkerError), match=r"no layer of Counting has the attribute depht.*depth"
     ):
         ParallelEnv(2, make_changed_counting(), overrides=[{"depht": 1.0}, {}]).reset()
-    with pytest.raises(InvalidArgumentError, match="create_env_kwargs has length 3 for num_workers=2"):
-        ParallelEnv(2, make_counting, create_env_kwargs=[{}] * 3)
     with pytest.raises(InvalidArgumentError, match=r"'depth': 4.0.* cannot be set later: .*create_env_kwargs="):
         ParallelEnv(2, make_counting).update_kwargs({"depth": 4.0})
-
-
-@pytest.mark.parametrize("source", [Counting, NativeEnv], ids=["gymnasium", "TorchRL"])
-def test_overrides_that_change_specs_are_rejected(source: Any) -> None:
-    name = "observation_space" if source is Counting else "size"
-    values = [gymnasium.spaces.Box(-1, 1, (size,)) for size in (3, 5)] if source is Counting else [3, 5]
-    env = ParallelEnv(2, source() if source is Counting else source, overrides=[{name: value} for value in values])
-    with pytest.raises(EnvironmentOutputError, match=r"environment \d has observation_space=.*expected .*3"):
-        env.reset()
 
 
 @pytest.mark.parametrize("name", ["frame_skip", "_categorical_action_encoding", "_env"])
@@ -290,7 +283,7 @@ TWO = (2, Counting)
         ((2, 7), {}, InvalidTypeError, "7 builds no environment"),
         ((0, Counting), {}, InvalidArgumentError, "num_workers=0"),
         *(
-            ((2, Counting), {name: value}, InvalidArgumentError, f"{name}={value} is not a time")
+            (TWO, {name: value}, InvalidArgumentError, f"{name}={value} is not a time")
             for name, value in (("start_timeout", 0), ("step_timeout", 0), ("shutdown_timeout", -1))
         ),
         ((True, Counting), {}, InvalidTypeError, "num_workers=True"),
@@ -299,6 +292,12 @@ TWO = (2, Counting)
         ((np.float64(2), Counting), {}, InvalidTypeError, "num_workers=np.float64"),
         (TWO, {"overrides": {"depth": 1.0}}, InvalidTypeError, "overrides=.* is not a list of mappings"),
         (TWO, {"overrides": [{}]}, InvalidArgumentError, "overrides has length 1: expected one entry for each"),
+        (
+            TWO,
+            {"create_env_kwargs": [{}] * 3},
+            InvalidArgumentError,
+            "create_env_kwargs has length 3 for num_workers=2",
+        ),
         (TWO, {"seed": -1}, InvalidArgumentError, "seed=-1"),
         (TWO, {"devices": "fastest"}, InvalidArgumentError, r"(?s)devices='fastest'.*resolve\("),
         (TWO, {"devices": [3, 4]}, InvalidArgumentError, r"(?s)devices=.*resolve\("),
@@ -350,3 +349,30 @@ def test_changes_of_wrappers_are_kept(name: str) -> None:
     assert (env.reset()["observation"][:, [0, 2]] == expected.reset()["observation"][[0, 2]]).all()
     assert name != "extra" or list(env.extra) == [3, 3]
     env.close()
+
+
+# -- recorded calls of constructors
+
+NAMES = {**vars(torchrl.envs), "gymnasium": gymnasium, "GymWrapper": GymWrapper}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "GymEnv('CartPole-v1')",
+        "GymEnv('CartPole-v1', frame_skip=2, device='cpu', max_episode_steps=9)",
+        "GymWrapper(gymnasium.make('CartPole-v1'), frame_skip=3)",
+        "SerialEnv(2, GymEnv, create_env_kwargs={'env_name': 'CartPole-v1'})",
+        "TransformedEnv(GymEnv('CartPole-v1'), Compose(StepCounter(5), RewardSum()))",
+    ],
+)
+def test_source_lines_are_the_calls_that_made_the_environment_without_transforms(line: str) -> None:
+    assert source_of_environment(eval(line, NAMES)) == re.sub(r"Compose\(.*\)", "...)", line)
+
+
+def test_appended_transforms_are_part_of_the_recorded_call() -> None:
+    env = TransformedEnv(GymEnv("CartPole-v1"), StepCounter(5)).append_transform(RewardSum())
+    copied = as_factory(env)()
+    assert [type(one) for one in copied.transform] == [StepCounter, RewardSum]
+    assert set(copied.rollout(9).keys(True)) == set(env.rollout(9).keys(True))
+    assert copied.base_env is not env.base_env

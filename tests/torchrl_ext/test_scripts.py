@@ -52,6 +52,8 @@ for source in (
     rollout = env.rollout(2)
     print(rollout["observation"][0, 0, 0].item(), rollout["next", "observation"][1, 0, 0].item())
     env.close()
+env = ParallelEnv(2, Own)  # which ends with the script
+env.reset()
 """
 PRINTED = [8, 8, 7, 7, 1, 9, 9, 9, 9]
 
@@ -73,30 +75,26 @@ def wait_for_script(program: programs.Program, folder: Path, timeout_s: float = 
     return done.returncode, done.stdout, done.stderr
 
 
-def test_classes_and_ids_of_a_script_without_guard_reach_workers(tmp_path: Path) -> None:
+def test_script_without_guard_runs_its_classes_and_ids_in_workers_and_exits_cleanly(tmp_path: Path) -> None:
     code, out, err = wait_for_script(start_script(tmp_path, OWN + USES), tmp_path)
     assert (code, err) == (0, "")
     assert [float(line.split()[0]) for line in out.splitlines()] == PRINTED
     assert [float(line.split()[1]) for line in out.splitlines()] == [2 * size for size in PRINTED]
 
 
-ENDS = f"""{OWN}
+STEPS = f"""{OWN}
 env = ParallelEnv(2, Own)
 env.reset()
 open("running", "w").close()
+while True: env.rollout(10)
 """
-
-
-def test_scripts_without_close_exit_cleanly(tmp_path: Path) -> None:
-    code, _, err = wait_for_script(start_script(tmp_path, ENDS), tmp_path)
-    assert (code, err) == (0, "")
 
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGINT])
 def test_interrupted_or_killed_scripts_leave_no_process(signal_: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C goes to the process group, as in a terminal, and SIGKILL to the script alone."""
-    program = start_script(tmp_path, ENDS + "while True: env.rollout(10)")
+    program = start_script(tmp_path, STEPS)
     end = time.monotonic() + 120
     while not (tmp_path / "running").exists():
         assert time.monotonic() < end, "the script did not start"
@@ -139,7 +137,6 @@ print(json.dumps([texts, rollout(torchrl_ext.GymWrapper), rollout(GymWrapper), t
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["_step_mdp", "_make_specs", "_get_stop_and_length", "unknown"])
 def test_missing_private_name_costs_only_speed(name: str, tmp_path: Path) -> None:
     done = programs.run(RENAMING, "torchrl", name, cwd=tmp_path)
