@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import io
 import os
 import pickle
@@ -148,17 +147,6 @@ def test_new_buffer_continues_in_a_folder_only_if_asked(tmp_path: Path) -> None:
     assert size_of_folder(tmp_path / "a") == 30
     with pytest.raises(InvalidArgumentError, match="resume=True needs a folder"):
         CompressedReplayBuffer(40, *IMAGE_SPACES, resume=True)
-
-
-def test_garbage_collection_closes_a_folder_with_its_last_row(tmp_path: Path) -> None:
-    model = make_dqn(tmp_path / "a").learn(30)
-    rewards = model.replay_buffer.rewards[:30].copy()
-    del model
-    gc.collect()
-    buffer = make_dqn(tmp_path / "a", resume=True).replay_buffer
-    assert buffer.recovered == (30, 0)
-    np.testing.assert_array_equal(buffer.rewards[:30], rewards)
-    buffer.close()
 
 
 def test_load_after_del_continues_in_the_folder(tmp_path: Path) -> None:
@@ -313,9 +301,11 @@ def test_damaged_file_is_refused_or_loads_same_transitions(
     data[int(place * len(data))] ^= flip
     path = tmp_path / "buffer.pkl"
     path.write_bytes(data)
+    n_open = len(os.listdir("/proc/self/fd"))
     try:
         loaded = CompressedReplayBuffer.load(path, device="cpu")
     except CorruptFileError:
+        assert len(os.listdir("/proc/self/fd")) == n_open
         return
     # Damage in the pickled spaces of gymnasium may go undetected, but it does not affect samples.
     rows = np.arange(10)
@@ -323,13 +313,3 @@ def test_damaged_file_is_refused_or_loads_same_transitions(
     for name in ("actions", "rewards", "dones", "timeouts", "observations", "next_observations"):
         left, right = getattr(loaded, name)[rows], getattr(original, name)[rows]
         np.testing.assert_array_equal(left, right, err_msg=f"byte {int(place * len(data))} flipped by {flip}")
-
-
-def test_failed_load_closes_the_file(saved_buffer: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "buffer.pkl"
-    path.write_bytes(saved_buffer[:-9])
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        with pytest.raises(CorruptFileError):
-            CompressedReplayBuffer.load(path)
-    assert len(os.listdir("/proc/self/fd")) == before
