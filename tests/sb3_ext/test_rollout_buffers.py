@@ -24,7 +24,6 @@ from tests.sb3_ext.buffer_envs import (
     assert_same_batches,
     call_in_thread,
     collect_transitions,
-    dict_env,
     image_env,
     sample_batch,
 )
@@ -235,18 +234,13 @@ def test_other_rows_than_the_next_one_are_refused() -> None:
     np.testing.assert_array_equal(np.asarray(buffers[0].observations), buffers[1].observations)
 
 
-@pytest.mark.parametrize("kind", ["recurrent", "recurrent dict"])
-def test_like_copies_settings_of_recurrent_buffer(kind: str) -> None:
-    venv = dict_env() if "dict" in kind else image_env()
-    _, theirs = make_rollout_buffers(kind, 24, venv.observation_space)
-    ours = ROLLOUT[kind][0].like(theirs, codec="raw")
-    assert (ours.gae_lambda, ours.gamma) == (0.9, 0.95)
-    assert (ours.codec["image"] if isinstance(ours.codec, dict) else ours.codec) == "raw"
-    fill_rollouts((ours, theirs), [step[0] for step in collect_transitions(venv, 24)])
+def test_like_copies_settings_and_refuses_other_buffers() -> None:
+    _, theirs = make_rollout_buffers("recurrent", 24, IMAGE)
+    ours = ROLLOUT["recurrent"][0].like(theirs, codec="raw")
+    assert (ours.gae_lambda, ours.gamma, ours.codec) == (0.9, 0.95, "raw")
+    fill_rollouts((ours, theirs), [TransitionSource(IMAGE, ACTIONS, 2).step()[0]] * 24)
     assert_same_batches(ours, theirs, 10)
-    if kind == "recurrent":
-        plain = RolloutBuffer(24, venv.observation_space, ACTIONS)
-        with pytest.raises(InvalidTypeError, match=r"buffer is a RolloutBuffer.*\.like\(model.rollout_buffer\)"):
-            ROLLOUT[kind][0].like(plain)
-        with pytest.raises(InvalidTypeError, match=r"expected a Dict\. Use CompressedRecurrentRolloutBuffer"):
-            ROLLOUT["recurrent dict"][0].like(theirs)
+    with pytest.raises(InvalidTypeError, match=r"buffer is a RolloutBuffer.*\.like\(model.rollout_buffer\)"):
+        ROLLOUT["recurrent"][0].like(RolloutBuffer(24, IMAGE, ACTIONS))
+    with pytest.raises(InvalidTypeError, match=r"expected a Dict\. Use CompressedRecurrentRolloutBuffer"):
+        ROLLOUT["recurrent dict"][0].like(theirs)
