@@ -261,10 +261,6 @@ def test_methods_and_attributes_reach_sub_environments(kind: str) -> None:
     venv.reset()
     assert venv.get_attr("options", 0) in ([None], [{}])
     venv.close()
-    venv.close()
-    for call in (venv.reset, lambda: venv.step(np.zeros(3, int)), lambda: venv.get_attr("mark")):
-        with pytest.raises(InvalidArgumentError, match="closed"):
-            call()
 
 
 def test_calls_of_some_workers_are_refused_without_private_names_of_gymnasium(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,39 +332,16 @@ def test_infos_of_finished_and_running_envs(kind: str) -> None:
     assert {info["left"] % 2 for info in infos} == {0, 1}
 
 
-def test_reset_discards_pending_step() -> None:
-    venv = GymVecEnv(make_vector_env("sync", cart_pole, 2, AutoresetMode.SAME_STEP))
-    venv.reset()
-    with pytest.raises(InvalidArgumentError, match="number of actions: 3, expected 2, one for each environment"):
-        venv.step(np.zeros(3, int))
-    venv.step_async(np.zeros(2, int))
-    venv.reset()
-    with pytest.raises(InvalidArgumentError, match="no step is pending"):
-        venv.step_wait()
-
-
 # -- SB3's wrappers and algorithms
-
-
-@pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])
-def test_make_vec_env_of_vectorized_environment_returns_gym_vec_env(mode: str) -> None:
-    venv = make_vec_env(gym.make_vec("CartPole-v1", 3, mode), seed=5)
-    theirs = upstream_make_vec_env("CartPole-v1", 3, seed=5)
-    assert isinstance(venv, GymVecEnv)
-    if mode != "vector_entry_point":  # it draws other start states
-        assert np.array_equal(venv.reset(), theirs.reset())
-        for _ in range(30):
-            actions = np.array([theirs.action_space.sample() for _ in range(3)])
-            for ours, other in zip(venv.step(actions)[:3], theirs.step(actions)[:3], strict=True):
-                assert np.array_equal(ours, other)
-    venv.close()
 
 
 def test_make_vec_env_accepts_vectorized_environments() -> None:
     envs = SyncVectorEnv([cart_pole] * 2)
     venv = make_vec_env(envs, seed=1, vec_env_kwargs={"infos": "all"})
+    theirs = upstream_make_vec_env(cart_pole, 2, seed=1)
     assert isinstance(venv, GymVecEnv)
-    assert venv.num_envs == 2
+    np.testing.assert_array_equal(venv.reset(), theirs.reset())
+    assert [venv.action_space.sample() for _ in range(9)] == [theirs.action_space.sample() for _ in range(9)]
     model = without_logger(PPO("MlpPolicy", venv, n_steps=32, batch_size=64, device="cpu"))
     assert model.learn(64).num_timesteps == 64
     single = {"monitor_dir": "logs", "wrapper_class": gym.Wrapper, "isolation": "process", "wrapper_kwargs": {"a": 1}}
