@@ -235,12 +235,13 @@ def test_other_rows_than_the_next_one_are_refused() -> None:
 
 
 def test_like_copies_settings_and_refuses_other_buffers() -> None:
-    _, theirs = make_rollout_buffers("recurrent", 24, IMAGE)
+    space = spaces.Box(0, 255, (4, 36, 36), np.uint8)
+    _, theirs = make_rollout_buffers("recurrent", 24, space)
     ours = ROLLOUT["recurrent"][0].like(theirs, codec="raw")
     assert (ours.gae_lambda, ours.gamma, ours.codec) == (0.9, 0.95, "raw")
-    fill_rollouts((ours, theirs), [TransitionSource(IMAGE, ACTIONS, 2).step()[0]] * 24)
+    fill_rollouts((ours, theirs), [TransitionSource(space, ACTIONS, 2).step()[0]] * 24)
     assert_same_batches(ours, theirs, 10)
     with pytest.raises(InvalidTypeError, match=r"buffer is a RolloutBuffer.*\.like\(model.rollout_buffer\)"):
-        ROLLOUT["recurrent"][0].like(RolloutBuffer(24, IMAGE, ACTIONS))
+        ROLLOUT["recurrent"][0].like(RolloutBuffer(24, space, ACTIONS))
     with pytest.raises(InvalidTypeError, match=r"expected a Dict\. Use CompressedRecurrentRolloutBuffer"):
         ROLLOUT["recurrent dict"][0].like(theirs)
