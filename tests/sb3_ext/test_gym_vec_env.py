@@ -26,7 +26,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.resources import usable_cores
 from rl_ext_core.vector import SharedMemoryVectorEnv, autoreset
 from sb3_ext import GymVecEnv, _compat, make_vec_env
-from tests.environments import OBSERVATIONS, RandomEnv, cart_pole
+from tests.environments import OBSERVATIONS, RandomEnv, cart_pole, change_result
 from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import action_of, assert_equal, rollout
 from tests.torchrl_ext.environments import IsaacByIds, SameStep, VectorRewards
@@ -99,17 +99,7 @@ def make_isaac(**attributes: Any) -> IsaacByIds:
     return env
 
 
-def make_returning(method: str, place: int, value: Any) -> Any:
-    """Make a batch whose ``reset`` or ``step`` returns a wrong value in a place."""
-    env = SameStep([3, 4], "batch")
-    called = getattr(env, method)
-
-    def call(*args: Any, **given: Any) -> Any:
-        found = called(*args, **given)
-        return *found[:place], value, *found[place + 1 :]
-
-    setattr(env, method, call)
-    return env
+two_rows = functools.partial(SameStep, [3, 4], "batch")
 
 
 def set_next_step_mode(env: Any) -> Any:
@@ -140,11 +130,11 @@ REFUSED: list[tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = 
     (lambda: make_isaac(final_obs=False), {}, EnvironmentOutputError, "compute_final_obs"),
     (lambda: make_isaac(single_observation_space=SMALL), {}, EnvironmentOutputError, "as in its observation space"),
     *(
-        (lambda v=v: make_returning("reset", 1, v), {}, EnvironmentOutputError, NOT_A_DICT)
+        (lambda v=v: change_result(two_rows(), "reset", lambda x: (x[0], v)), {}, EnvironmentOutputError, NOT_A_DICT)
         for v in ([{}], [], "text", None)
     ),
     (
-        *(lambda: make_returning("step", 1, np.ones(3)), {}, EnvironmentOutputError),
+        *(lambda: change_result(two_rows(), "step", lambda x: (x[0], np.ones(3), *x[2:])), {}, EnvironmentOutputError),
         r"rewards of shape \(3,\); expected \(2,\)",
     ),
     (lambda: SyncVectorEnv([VectorRewards] * 2), {}, EnvironmentOutputError, r"a reward of the shape \(2,\)"),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from rl_ext_core.vector.channel import SpinWaiter, should_spin
 from rl_ext_core.vector.environments import EpisodeMonitor
 from rl_ext_core.vector.pool import Pool
 from sb3_ext import SharedMemoryVecEnv
-from tests.environments import Counting, Failing, Gated, Informing, RandomEnv, Returning, Writing
+from tests.environments import Counting, Failing, Gated, RandomEnv, Returning, Writing, change_result
 from tests.sb3_ext.vec_checks import FAST, expect_error, no_workers, raise_interrupt_in
 
 ACTIONS = np.zeros(3, np.int64)
@@ -53,24 +54,20 @@ def test_error_names_environment_in_shared_worker() -> None:
     assert str(found.value).startswith("environment 2 of 3 (seed 42), in step: ")
 
 
-class ReturningTooLittle(Counting):
-    """Environment with gym's old API: its method ``method`` returns one value less than gymnasium's."""
-
-    def __init__(self, method: str) -> None:
-        super().__init__()
-        self._method = method
-
-    def reset(self, **kwargs: Any) -> Any:
-        result = super().reset(**kwargs)
-        return result[0] if self._method == "reset" else result
-
-    def step(self, action: Any) -> Any:
-        result = super().step(action)
-        return (*result[:3], result[4]) if self._method == "step" else result
-
-
 BOX, BYTES = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(0, 255, (2,), np.uint8)
 NO_ARRAYS = spaces.Dict(a=spaces.Tuple((spaces.Discrete(2), spaces.Sequence(spaces.Discrete(2)))))
+OLD_API = itemgetter(0, 1, 2, 4)
+
+
+def counting(method: str, change: Any) -> Any:
+    """Make a Counting, one of whose methods returns a changed result."""
+    return change_result(Counting(), method, change)
+
+
+def add_lock(result: Any) -> Any:
+    return *result[:4], {"fine": 1, "lock": threading.Lock()}
+
+
 WRONG: list[tuple[Any, str, str]] = [
     (
         *(lambda: Returning(BOX, np.zeros(4, np.float32)), "reset"),
@@ -80,12 +77,12 @@ WRONG: list[tuple[Any, str, str]] = [
         *(lambda: Returning(spaces.Tuple((BOX, BYTES)), (np.zeros(3, np.float32), np.full(3, 1))), "reset"),
         "observation[1] has the shape (3,)",
     ),
-    (lambda: Informing("reset", None), "reset", "reset() returned an info of type NoneType"),
-    (lambda: Informing("end", []), "step", "step() returned an info of type list"),
-    (lambda: Informing("step", {"fine": 1, "lock": threading.Lock()}), "step", "info['lock'] cannot be pickled"),
-    (lambda: ReturningTooLittle("reset"), "reset", "reset() returned a value of type ndarray; expected the 2"),
-    (lambda: ReturningTooLittle("step"), "step", "step() returned 4 values; expected the 5 of gymnasium"),
-    (lambda: EpisodeMonitor(ReturningTooLittle("step")), "step", "step() returned 4 values; expected the 5 of gym"),
+    (lambda: counting("reset", lambda x: (x[0], None)), "reset", "reset() returned an info of type NoneType"),
+    (lambda: counting("step", lambda x: (*x[:4], [] if x[2] else {})), "step", "step() returned an info of type list"),
+    (lambda: counting("step", add_lock), "step", "info['lock'] cannot be pickled"),
+    (lambda: counting("reset", itemgetter(0)), "reset", "reset() returned a value of type ndarray; expected the 2"),
+    (lambda: counting("step", OLD_API), "step", "step() returned 4 values; expected the 5 of gymnasium"),
+    (lambda: EpisodeMonitor(counting("step", OLD_API)), "step", "step() returned 4 values; expected the 5 of gym"),
 ]
 
 
