@@ -141,6 +141,10 @@ def of_buffer(cls: Any, **options: Any) -> dict[str, Any]:
     return {**copy.deepcopy(OFF), "replay_buffer_class": cls, "replay_buffer_kwargs": options}
 
 
+def schedule(progress: float) -> float:
+    return 1.0 - progress / 4
+
+
 GOALS = (sb3.DDPG, "MultiInputPolicy", goal_env, 2)
 IMAGES = (sb3.DQN, "MlpPolicy", functools.partial(images, 4, 4), 2)
 CASES: dict[str, tuple[Any, str, Callable[[], gymnasium.Env], int, dict[str, Any]]] = {
@@ -158,7 +162,7 @@ CASES: dict[str, tuple[Any, str, Callable[[], gymnasium.Env], int, dict[str, Any
     "maskable": (sb3_contrib.MaskablePPO, "MlpPolicy", lambda: cartpole(lambda env: Monitor(Masked(env))), 2, PPO_ONCE),
     "dqn_frozen_lake": (sb3.DQN, "MlpPolicy", made("FrozenLake-v1"), 2, OFF),
     "image": (*IMAGES, of_buffer(CompressedReplayBuffer, storage_dir="buffer")),
-    "prioritized": (*IMAGES, of_buffer(CompressedPrioritizedReplayBuffer, storage_dir="buffer")),
+    "prioritized": (*IMAGES, of_buffer(CompressedPrioritizedReplayBuffer, storage_dir="buffer", beta=schedule)),
     "prioritized_her": (*GOALS, of_buffer(CompressedPrioritizedHerReplayBuffer, storage_dir="buffer")),
     "her_files": (*GOALS, of_buffer(CompressedHerReplayBuffer, storage_dir="buffer")),
     "dict_files": (*GOALS, of_buffer(CompressedDictReplayBuffer, storage_dir="buffer")),
@@ -756,16 +760,3 @@ def test_folder_opened_by_load_replay_buffer_must_be_in_the_arguments(tmp_path: 
     model.learn(16, reset_num_timesteps=False, callback=ResumeCallback(tmp_path / "saves", 8))
     model.replay_buffer.close()
     assert resume(tmp_path / "saves", two_cartpoles()).replay_buffer.size() == 12
-
-
-def schedule(progress: float) -> float:
-    return 0.25
-
-
-def test_resume_restores_schedule_of_prioritized_buffer_in_a_folder(tmp_path: Path) -> None:
-    model = make_dqn(two_cartpoles(), tmp_path / "a", CompressedPrioritizedReplayBuffer, beta=schedule)
-    model.learn(16, callback=ResumeCallback(tmp_path / "saves", 8))
-    model.replay_buffer.close()
-    model = resume(tmp_path / "saves", two_cartpoles())
-    assert model.replay_buffer.beta(1.0) == 0.25
-    without_logger(model).learn(16, reset_num_timesteps=False)
