@@ -6,7 +6,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
 import threading
 import time
 from operator import itemgetter
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from gymnasium import spaces
 
@@ -32,7 +30,17 @@ from rl_ext_core.vector.channel import SpinWaiter, should_spin
 from rl_ext_core.vector.environments import EpisodeMonitor
 from rl_ext_core.vector.pool import Pool
 from sb3_ext import SharedMemoryVecEnv
-from tests.environments import Counting, Failing, Gated, RandomEnv, Returning, Writing, change_result
+from tests.environments import (
+    EVENT_LOG,
+    Counting,
+    Failing,
+    Gated,
+    RandomEnv,
+    Returning,
+    Writing,
+    change_result,
+    count_events,
+)
 from tests.sb3_ext.vec_checks import FAST, expect_error, no_workers, raise_interrupt_in
 
 ACTIONS = np.zeros(3, np.int64)
@@ -183,24 +191,6 @@ def test_a_damaged_log_does_not_hide_the_failure(start_vec_env: Any) -> None:
 # -- closing ends environments and the processes that they started, within the timeout
 
 
-class WithSimulator(Counting):
-    """Environment with a child process, which ``close`` ends; a file per child contains its state.
-
-    :param folder: folder of the files
-    """
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self._simulator = subprocess.Popen(["sleep", "600"])
-        self._file = Path(folder, str(self._simulator.pid))
-        self._file.write_text("runs")
-
-    def close(self) -> None:
-        self._simulator.kill()
-        self._simulator.wait()
-        self._file.write_text("closed")
-
-
 class WithFork(Failing):
     """Environment that forks a process, which inherits its worker's descriptors.
 
@@ -227,10 +217,12 @@ def test_worker_death_is_detected_while_its_child_process_lives(options: dict[st
 
 
 @pytest.mark.slow
-def test_dropped_vec_env_closes_environments_and_descriptors(tmp_path: Path) -> None:
+def test_dropped_vec_env_closes_environments_and_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EVENT_LOG, str(tmp_path / "log"))
+
     def use_and_drop(*, dropped: bool) -> int:
         """Use and delete a VecEnv, closed unless ``dropped``; count open descriptors."""
-        venv = SharedMemoryVecEnv([functools.partial(WithSimulator, str(tmp_path))] * 2, FAST, restart="truncate")
+        venv = SharedMemoryVecEnv([Counting] * 2, FAST, restart="truncate")
         venv.reset()
         venv.step(ACTIONS[:2])
         if not dropped:
@@ -243,12 +235,7 @@ def test_dropped_vec_env_closes_environments_and_descriptors(tmp_path: Path) -> 
     assert [use_and_drop(dropped=True) for _ in range(3)] == [before] * 3
     assert threading.active_count() == threads
     assert no_workers()
-    simulators = [int(file.name) for file in tmp_path.iterdir()]
-    end = time.monotonic() + 60
-    while any(map(psutil.pid_exists, simulators)) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not any(map(psutil.pid_exists, simulators))
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["closed"] * 8
+    assert count_events("closed", in_this_process=False) == 8
 
 
 @pytest.mark.slow
