@@ -42,16 +42,6 @@ ACTIONS = spaces.Discrete(5)
 SHAPE, TYPE = InvalidArgumentError, InvalidTypeError
 
 
-@pytest.mark.parametrize(("channels", "first"), [(1, True), (3, False)])
-def test_images_of_wrappers_are_stored_as_stacks(channels: int, first: bool) -> None:
-    venv = image_env(channels, 5, first=first)
-    ours, theirs = make_buffers_for("plain", 30, venv)
-    add_all((ours, theirs), collect_transitions(venv, 75))
-    assert_same(ours, theirs, 60)
-    assert (ours.n_stack, ours.codec) == (4, "patch")
-    assert ours.stored_nbytes < theirs.observations.nbytes / 2
-
-
 NORMALIZED: dict[str, Callable[[], VecNormalize]] = {
     "plain": lambda: VecNormalize(make_vec_env("Pendulum-v1", 2, seed=0)),
     "rewards": lambda: VecNormalize(make_vec_env("Pendulum-v1", 2, seed=0), norm_obs=False),
