@@ -103,7 +103,8 @@ class SameAsUpstream(RuleBasedStateMachine):
         self.folder = self.temporary / "a" if kind != "hindsight" and draw(False, True) else None
         self.ours = self._open(self.folder)
         self.theirs: Any = theirs(**self.buffer_arguments)
-        self.source = TransitionSource(space, actions, n_envs, channels_last=draw(False, True))
+        form = {"channels_last": draw(False, True), "miscasts": draw(False, False, True)}
+        self.source = TransitionSource(space, actions, n_envs, **form)
 
     def _open(self, folder: Path | None) -> Any:
         """Create the compressed buffer with a folder as its storage_dir."""
@@ -265,6 +266,7 @@ class SameAsUpstream(RuleBasedStateMachine):
             shutil.rmtree(self.temporary)
 
 
+@pytest.mark.filterwarnings("ignore:.*Observations are cast")
 @pytest.mark.parametrize("kind", REPLAY)
 def test_same_calls_have_the_same_effect_as_with_sb3s_buffers(kind: str) -> None:
     n_examples = 60 if "CI" in os.environ else 20

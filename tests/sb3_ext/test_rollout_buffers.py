@@ -96,12 +96,13 @@ class SameAsUpstream(RuleBasedStateMachine):
         actions=st.sampled_from([ACTIONS, spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(2)]),
         codec=st.sampled_from(["raw", "patch"]),
         channels_last=st.booleans(),
+        miscasts=st.sampled_from([False, False, True]),
         seed=st.integers(0, 99),
     )
-    def begin(self, size: int, n_envs: int, actions: Any, codec: str, channels_last: bool, seed: int) -> None:
+    def begin(self, size: int, n_envs: int, actions: Any, codec: str, seed: int, **form: bool) -> None:
         space: Any = DICT if "dict" in self.kind else IMAGE
         self.ours, self.theirs = make_rollout_buffers(self.kind, size, space, actions, n_envs, codec=codec)
-        self.source = TransitionSource(space, actions, n_envs, channels_last=channels_last)
+        self.source = TransitionSource(space, actions, n_envs, **form)
         self.size, self.rng = size, np.random.default_rng(seed)
 
     def _draw_call(self, name: str) -> Callable[[Any], Any]:
@@ -212,6 +213,7 @@ class SameAsUpstream(RuleBasedStateMachine):
             np.testing.assert_array_equal(np.asarray(left)[rows], right[rows], strict=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*Observations are cast")
 @pytest.mark.parametrize("kind", ROLLOUT)
 def test_same_calls_have_the_same_effect_as_with_sb3s_buffers(kind: str) -> None:
     n_examples = 40 if "CI" in os.environ else 10
