@@ -160,21 +160,17 @@ def test_agents_without_flags_continue() -> None:
     assert [step[1].tolist() for step in steps] == [[1, 0], [1, 0], [0, 1], [0, 1]]
 
 
-class ActionWriting(Race):
-    """Race that writes into its actions."""
-
-    def action_space(self, agent: str) -> Any:
-        return spaces.Box(-1, 1, (1,), np.float32)
-
-    def step(self, actions: Any) -> Any:
-        for action in actions.values():
-            action[:] = 9
-        return super().step(dict.fromkeys(actions, 0))
-
-
 def test_environments_cannot_change_actions_of_caller() -> None:
-    env, actions = MultiAgentVecEnv([ActionWriting]), np.zeros((3, 1), np.float32)
-    take_step(env, actions)
+    race = change_result(Race(), "action_space", lambda _: spaces.Box(-1, 1, (1,), np.float32))
+    step, actions = race.step, np.zeros((3, 1), np.float32)
+
+    def step_and_write(given: Any) -> Any:
+        for action in given.values():
+            action[:] = 9
+        return step(dict.fromkeys(given, 0))
+
+    race.step = step_and_write
+    take_step(MultiAgentVecEnv([lambda: race]), actions)
     assert not actions.any()
 
 
