@@ -251,6 +251,11 @@ class Batch(Counting):
             *(InvalidArgumentError, "cwd='own' is not supported"),
         ),
         ({"isolation": "thread"}, InvalidArgumentError, "isolation='thread'"),
+        ({"recorder": 7}, InvalidArgumentError, "recorder=7 is not a folder"),
+        (
+            {"recorder": False, "vec_env_cls": DummyVecEnv, "isolation": "auto"},
+            *(InvalidArgumentError, "recorder=False is not supported with vec_env_cls"),
+        ),
         ({"env_id": Counting(), "env_kwargs": {"a": 1}}, InvalidArgumentError, "env_kwargs"),
         ({"env_kwargs": {"nonsense": 1}}, (WorkerError, TypeError, IsolationError), "nonsense"),
         ({"n_envs": 0}, InvalidArgumentError, "num_workers=0|n_envs=0"),
