@@ -52,9 +52,8 @@ def test_copy_info_dict_with_storage_dir_is_refused(tmp_path: Path) -> None:
     make_compressed("hindsight", 40, venv, storage_dir=tmp_path, resume=True).close()
 
 
-@pytest.mark.parametrize("length", [9, 400])
-def test_hindsight_excludes_episodes_with_dropped_start(length: int) -> None:
-    venv = make_reach_vec_env(size=36, still=False, length=length)
+def test_hindsight_excludes_episodes_that_are_longer_than_what_is_stored() -> None:
+    venv = make_reach_vec_env(size=36, still=False, length=400)
     ours, theirs = make_buffers_for("hindsight", 1000, venv, max_bytes=400_000)
     ended = 0
     for transition in collect_transitions(venv, 900):
@@ -65,7 +64,7 @@ def test_hindsight_excludes_episodes_with_dropped_start(length: int) -> None:
         ended += int(transition[4].sum())
     assert oldest > 100
     assert ended > 1
-    assert (ours.size() < length) == (length == 400)
+    assert ours.size() < 400
 
 
 @pytest.mark.filterwarnings("ignore:The last trajectory")
