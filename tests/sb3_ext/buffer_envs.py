@@ -163,14 +163,23 @@ class TransitionSource:
     except after ``done``, and after :meth:`restart`.
 
     :param channels_last: Whether images are views of channel-last memory, as those of ``VecTransposeImage``
+    :param miscasts: Whether observations have other dtypes than the space
     """
 
     def __init__(
-        self, space: Any, actions: Any, n_envs: int, *, end_probability: float = 0.2, channels_last: bool = False
+        self,
+        space: Any,
+        actions: Any,
+        n_envs: int,
+        *,
+        end_probability: float = 0.2,
+        channels_last: bool = False,
+        miscasts: bool = False,
     ) -> None:
         self._parts = space.spaces if isinstance(space, spaces.Dict) else {None: space}
         self._actions, self._n_envs, self._end_probability = actions, n_envs, end_probability
-        self._channels_last, self._rng, self._time = channels_last, np.random.default_rng(0), 0
+        self._channels_last, self._miscasts = channels_last, miscasts
+        self._rng, self._time = np.random.default_rng(0), 0
         for part in (*self._parts.values(), actions):
             part.seed(0)
         self.restart()
@@ -203,6 +212,8 @@ class TransitionSource:
             for key, value in found.items():
                 if value.ndim == 4:
                     found[key] = np.moveaxis(np.moveaxis(value, 1, -1).copy(), -1, 1)
+        for key, value in found.items() if self._miscasts else ():
+            found[key] = value.astype(np.int64) if value.dtype == np.uint8 else value + np.float64(1e-9)
         return found.get(None, found)
 
     def step(self) -> Any:

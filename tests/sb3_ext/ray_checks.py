@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
@@ -21,7 +20,7 @@ import ray
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
-from sb3_ext import RayVecEnv, as_factory, make_vec_env
+from sb3_ext import RayVecEnv, make_vec_env
 from tests.environments import Counting, Failing, RandomEnv
 from tests.interrupts import interrupt_everywhere
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, rollout
@@ -75,7 +74,8 @@ def test_results_equal_those_of_subproc_vec_env(build: Any, n_workers: int | Non
 
 
 def test_methods_reach_the_environments() -> None:
-    venv = RayVecEnv([RandomEnv] * 3, n_workers=2)
+    venv = make_vec_env(RandomEnv, 3, seed=3, vec_env_cls=RayVecEnv, vec_env_kwargs={"n_workers": 2})
+    assert isinstance(venv, RayVecEnv)
     venv.set_attr("label", "other", 1)
     assert venv.get_attr("label", indices=[2, 1]) == ["drawn", "other"]
     with pytest.raises(KeyError, match="raised in a call"):
@@ -89,19 +89,6 @@ def test_methods_reach_the_environments() -> None:
     venv.close()
     with pytest.raises(InvalidArgumentError, match="closed"):
         venv.reset()
-
-
-def test_instances_and_make_vec_env_work_with_ray() -> None:
-    changed = gym.make("CartPole-v1")
-    changed.unwrapped.gravity = 3.5  # type: ignore[attr-defined]
-    venv = RayVecEnv([as_factory(changed)] * 2)
-    assert [inner.gravity for inner in venv.get_attr("unwrapped")] == [3.5] * 2
-    venv.close()
-    venv = make_vec_env("CartPole-v1", 2, seed=3, vec_env_cls=RayVecEnv, vec_env_kwargs={"n_workers": 1})
-    assert isinstance(venv, RayVecEnv)
-    venv.reset()
-    venv.step(np.zeros(2, np.int64))
-    venv.close()
 
 
 def run_episodes(venv: RayVecEnv, said: str) -> None:

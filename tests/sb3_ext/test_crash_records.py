@@ -14,7 +14,6 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.recording import EpisodeRecorder
 from rl_ext_core.recording.capsule import read_capsule
 from rl_ext_core.vector.replay import play
@@ -131,12 +130,3 @@ def test_recorder_is_not_visible_through_the_vec_env(tmp_path: Path) -> None:
         env.env_method("reset", seed=5)
     for one, other in zip(recorded.step(np.ones(2, int)), plain.step(np.ones(2, int)), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_recorder_is_refused_where_it_has_no_effect() -> None:
-    for recorder, options, said in (
-        (7, {}, "is not a folder"),
-        (False, {"vec_env_cls": DummyVecEnv}, "is not supported with vec_env_cls"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=f"recorder={recorder} {said}"):
-            make_vec_env("CartPole-v1", recorder=recorder, **options)

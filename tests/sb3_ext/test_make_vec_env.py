@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, Isolation
 from sb3_ext import AutoVecEnv, EnvFactory, SharedMemoryVecEnv, as_factory, make_vec_env
 from tests.core.isolation.conftest import Variant, compiled, variant
 from tests.core.isolation.simulator import ReadsAFile, SaysIndependent
-from tests.environments import Bounded, Counting, Failing, RandomEnv, Slow, build_and_record, cart_pole
+from tests.environments import EVENT_LOG, Bounded, Counting, Failing, RandomEnv, Slow, build_and_record, cart_pole
 from tests.launch_modes import LAUNCH_MODES, run_program
 from tests.sb3_ext.test_multi_agent_vec_env import Race
 from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
@@ -200,35 +201,23 @@ def test_replaced_worker_continues_monitor_file(tmp_path: Path) -> None:
         assert [end["t"] for end in ends] == sorted(end["t"] for end in ends)
 
 
-class Logged(Counting):
-    """Environment that appends to a log at each reset."""
-
-    def __init__(self, log: str = "log.txt") -> None:
-        super().__init__()
-        self._log = log
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        with open(self._log, "a+") as file:
-            file.write("episode\n")
-        return super().reset(seed=seed)
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize("how", ["copies", "AutoVecEnv", "two workers"])
 def test_own_working_directories_are_kept_and_reported(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(EVENT_LOG, "log.txt")
     (tmp_path / "assets").mkdir()
-    (tmp_path / "assets" / "log.txt").write_text("copied\n")
+    (tmp_path / "assets" / "log.txt").write_text("0 copied\n")
     monkeypatch.setattr("sb3_ext.auto_vec_env.probe", None)
     venv: Any
     if how == "AutoVecEnv":
-        venv = AutoVecEnv([Logged] * 3, cwd="own", start_method=FAST)
+        venv = AutoVecEnv([Counting] * 3, cwd="own", start_method=FAST)
     else:
         options = {"start_method": FAST, **({"n_workers": 2} if how == "two workers" else {})}
         cwd = "assets" if how == "copies" else "own"
-        venv = make_vec_env(Logged, 3, cwd=cwd, monitor_dir="monitors", vec_env_kwargs=options)
+        venv = make_vec_env(Counting, 3, cwd=cwd, monitor_dir="monitors", vec_env_kwargs=options)
         assert len(list((tmp_path / "monitors").iterdir())) == 3
     assert venv.working_directory in venv.isolation_report
     count = len(set(process_ids(venv)))
@@ -237,9 +226,10 @@ def test_own_working_directories_are_kept_and_reported(
     venv.close()
     logs = sorted(Path(venv.working_directory).glob("*/log.txt"))
     assert [log.parent.name for log in logs] == [str(number) for number in range(count)]
-    copied = ["copied"] if how == "copies" else []
-    assert sum(len(log.read_text().splitlines()) for log in logs) == 3 + 3 * len(copied)
-    assert (tmp_path / "assets" / "log.txt").read_text() == "copied\n"
+    events = Counter(line.split()[1] for log in logs for line in log.read_text().splitlines())
+    expected = dict.fromkeys(("built", "reset", "closed"), 3)
+    assert events == {**expected, **({"copied": 3} if how == "copies" else {})}
+    assert (tmp_path / "assets" / "log.txt").read_text() == "0 copied\n"
     assert not (tmp_path / "log.txt").exists()
     shutil.rmtree(venv.working_directory)
 
@@ -261,6 +251,11 @@ class Batch(Counting):
             *(InvalidArgumentError, "cwd='own' is not supported"),
         ),
         ({"isolation": "thread"}, InvalidArgumentError, "isolation='thread'"),
+        ({"recorder": 7}, InvalidArgumentError, "recorder=7 is not a folder"),
+        (
+            {"recorder": False, "vec_env_cls": DummyVecEnv, "isolation": "auto"},
+            *(InvalidArgumentError, "recorder=False is not supported with vec_env_cls"),
+        ),
         ({"env_id": Counting(), "env_kwargs": {"a": 1}}, InvalidArgumentError, "env_kwargs"),
         ({"env_kwargs": {"nonsense": 1}}, (WorkerError, TypeError, IsolationError), "nonsense"),
         ({"n_envs": 0}, InvalidArgumentError, "num_workers=0|n_envs=0"),
@@ -278,6 +273,35 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any], kind: Any, sai
     with pytest.raises(kind, match=said):
         make_vec_env(**{"env_id": Counting, "n_envs": 2, **OURS["in process"], **arguments})
     assert no_workers()
+
+
+@pytest.mark.parametrize(
+    ("make", "noun"),
+    [
+        (lambda: SharedMemoryVecEnv([Counting] * 3, FAST), "environment"),
+        (lambda: make_vec_env(gym.vector.SyncVectorEnv([Counting] * 3)), "environment"),
+        (lambda: make_vec_env(Race(), 1), "agent"),
+    ],
+    ids=["SharedMemoryVecEnv", "GymVecEnv", "MultiAgentVecEnv"],
+)
+def test_calls_in_the_wrong_order_are_refused(make: Any, noun: str) -> None:
+    def refuse(said: str, call: Any, *arguments: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match=said):
+            call(*arguments)
+
+    venv, actions = make(), np.zeros(3, np.int64)
+    venv.reset()
+    refuse("no step is pending", venv.step_wait)
+    refuse(f"number of actions: 2, expected 3, one for each {noun}", venv.step, actions[:2])
+    for count in (2, 4):
+        refuse(f"number of options: {count}, expected 3, one for each {noun}", venv.set_options, [{"level": 1}] * count)
+    venv.step_async(actions)
+    venv.reset()  # discards the step
+    refuse("no step is pending", venv.step_wait)
+    venv.close()
+    venv.close()
+    for call, *arguments in ((venv.reset,), (venv.step, actions), (venv.step_wait,), (venv.get_attr, "metadata")):
+        refuse(r"is closed\. Make a new one", call, *arguments)
 
 
 def test_environments_in_this_process_are_built_by_functions_of_caller() -> None:
@@ -328,15 +352,10 @@ def test_errors_for_unknown_ids_derive_from_gymnasiums_and_ours() -> None:
         assert isinstance(caught.value, InvalidArgumentError)
 
 
-def build_with(lock: Any) -> Any:
-    """Return an environment, from an argument that does not pickle."""
-    return Counting() if lock else None
-
-
-def fail_in_children(pid: int, how: str) -> Any:
+def fail_in_children(pid: int) -> Any:
     """Return an environment in the process ``pid``; raise an error in any other."""
     if os.getpid() != pid:
-        raise {"error": RuntimeError("the license is taken"), "exit": SystemExit(3)}[how]
+        raise RuntimeError("the license is taken")
     return Counting()
 
 
@@ -346,11 +365,9 @@ NOT_SENT = "The environments cannot be sent to another process"
 @pytest.mark.parametrize(
     ("build", "env_kwargs", "said"),
     [
-        (lambda lock=threading.Lock(): build_with(lock), {}, NOT_SENT),  # noqa: B008
-        (build_with, {"lock": threading.Lock()}, NOT_SENT),
+        (lambda lock: Counting() if lock else None, {"lock": threading.Lock()}, NOT_SENT),
         (ReadsAFile, {}, r"""directory: 'world\.txt'.*use isolation="process\""""),
-        (fail_in_children, {"pid": os.getpid(), "how": "error"}, "RuntimeError: the license is taken.*use isolation="),
-        (fail_in_children, {"pid": os.getpid(), "how": "exit"}, "SystemExit: 3.*use isolation="),
+        (fail_in_children, {"pid": os.getpid()}, "RuntimeError: the license is taken.*use isolation="),
     ],
 )
 def test_environments_that_cannot_be_probed_stay_in_this_process_with_one_warning(

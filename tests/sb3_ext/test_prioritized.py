@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +15,6 @@ from sb3_contrib import QRDQN, TQC, CrossQ
 from stable_baselines3 import DDPG, DQN, SAC, TD3
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
-from torchrl.data import LazyTensorStorage, PrioritizedSampler
-from torchrl.data.replay_buffers.samplers import prioritized as torchrl_prioritized
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from sb3_ext import (
@@ -153,47 +150,22 @@ def test_training_equals_an_explicitly_weighted_loss(name: str, monkeypatch: pyt
         np.testing.assert_allclose(*priorities, rtol=1e-3)
 
 
-@pytest.mark.skipif(
-    torchrl_prioritized.SumSegmentTreeFp32 is None and not os.environ.get("CI"),
-    reason="TorchRL's C++ extension does not load with this torch; scripts/build_torchrl_extension.sh builds it",
-)
-def test_draws_and_weights_match_torchrl() -> None:
-    n, alpha, beta = 500, 0.7, 0.5
-    errors = np.random.default_rng(0).exponential(size=n).astype(np.float32)
-    buffer = make_buffer(n, n_envs=1, alpha=alpha, beta=beta)
-    fill(buffer, n)
-    buffer._batch = np.arange(n), buffer._observations.store.seen
-    buffer.update_priorities(errors)
-    storage = LazyTensorStorage(n)
-    storage.set(range(n), th.arange(n))
-    sampler = PrioritizedSampler(n, alpha=alpha, beta=beta, eps=buffer.epsilon)
-    sampler.extend(th.arange(n))
-    sampler.update_priority(th.arange(n), th.from_numpy(errors))
-    index, info = sampler.sample(storage, 400)
-    weights, theirs = buffer._tree.weights[index] ** -beta, info["priority_weight"].numpy()
-    # TorchRL divides by the largest weight in the buffer instead of the batch.
-    np.testing.assert_allclose(weights / weights.max(), theirs / theirs.max(), rtol=1e-4)
-    masses = (np.random.default_rng(1).random(3000) * buffer._tree.total).astype(np.float32)
-    found = np.asarray(sampler._sum_tree.scan_lower_bound(masses))
-    assert (buffer._tree.find(masses.astype(float)) == found).mean() > 0.999  # sums are rounded differently
-
-
 @pytest.mark.parametrize(
     ("beta", "exponent"), [(lambda progress: 1.0 - progress / 2, 0.875), (0.4, 0.85)], ids=["a schedule", "a number"]
 )
-def test_sample_returns_weights_of_the_drawn_transitions(beta: Any, exponent: float) -> None:
-    buffer = make_buffer(200, n_envs=2, alpha=1.0, beta=beta)
+def test_transitions_are_drawn_and_weighted_by_priority(beta: Any, exponent: float) -> None:
+    buffer = make_buffer(200, n_envs=2, alpha=0.7, beta=beta)
     buffer._progress_remaining = 0.25
     fill(buffer, 100)
     buffer.actions[...] = np.arange(200).reshape(100, 2, 1)
     buffer._batch = np.arange(200), buffer._observations.store.seen
     buffer.update_priorities(np.arange(200))
+    masses = (np.arange(200) + 1e-6) ** 0.7
     batch = buffer.sample(64)
-    items = batch.actions.numpy().ravel()
-    expected = (items + 1e-6) ** -exponent
+    expected = masses[batch.actions.numpy().ravel()] ** -exponent
     np.testing.assert_allclose(buffer.importance_weights, expected / expected.max(), rtol=1e-3)
     counts = np.bincount(np.concatenate([buffer.sample(64).actions.numpy().ravel() for _ in range(300)]), minlength=200)
-    assert np.corrcoef(counts, np.arange(200))[0, 1] > 0.98
+    np.testing.assert_allclose(counts, 300 * 64 * masses / masses.sum(), atol=25)
 
 
 def test_transitions_overwritten_after_sample_keep_the_new_priority() -> None:
@@ -323,16 +295,11 @@ class Watch(BaseCallback):
 
 
 def test_other_calls_between_samples_do_not_disturb_training() -> None:
-    models = [make_model(DQN, "CartPole-v1", replay_buffer_kwargs={"alpha": 0.5}) for _ in range(2)]
-    models[0].learn(100)
-    state = np.random.get_state()
-    models[1].learn(100, callback=Watch())
-    np.random.set_state(state)
-    buffer = models[1].replay_buffer
-    assert np.unique(buffer.priorities[:100]).size > 20
-    assert not models[1].q_net._forward_hooks
-    assert not models[1].q_net_target._forward_hooks
-    assert not copy.deepcopy(models[1].policy).q_net._forward_hooks
+    model = make_model(DQN, "CartPole-v1", replay_buffer_kwargs={"alpha": 0.5}).learn(100, callback=Watch())
+    assert np.unique(model.replay_buffer.priorities[:100]).size > 20
+    for policy in (model.policy, copy.deepcopy(model.policy)):
+        assert not policy.q_net._forward_hooks
+        assert not policy.q_net_target._forward_hooks
 
 
 def test_critic_used_after_an_interrupt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,9 @@ from rl_ext_core.frames import planning
 from sb3_ext import CompressedDictReplayBuffer, CompressedHerReplayBuffer, CompressedReplayBuffer, replay_buffers
 from tests.forks import result_in_fork
 from tests.sb3_ext.buffer_envs import (
-    REPLAY,
-    ROLLOUT,
     Reach,
     Sprite,
+    TransitionSource,
     add_all,
     assert_same,
     collect_transitions,
@@ -34,22 +31,10 @@ from tests.sb3_ext.buffer_envs import (
     make_buffers_for,
     make_reach_vec_env,
 )
-from tests.sb3_ext.test_rollout_buffers import fill_rollouts, make_rollout_buffers
-from tests.sb3_ext.vec_checks import assert_equal
 
 GREY = spaces.Box(0, 255, (4, 12, 11), np.uint8)
 ACTIONS = spaces.Discrete(5)
 SHAPE, TYPE = InvalidArgumentError, InvalidTypeError
-
-
-@pytest.mark.parametrize(("channels", "first"), [(1, True), (3, False)])
-def test_images_of_wrappers_are_stored_as_stacks(channels: int, first: bool) -> None:
-    venv = image_env(channels, 5, first=first)
-    ours, theirs = make_buffers_for("plain", 30, venv)
-    add_all((ours, theirs), collect_transitions(venv, 75))
-    assert_same(ours, theirs, 60)
-    assert (ours.n_stack, ours.codec) == (4, "patch")
-    assert ours.stored_nbytes < theirs.observations.nbytes / 2
 
 
 NORMALIZED: dict[str, Callable[[], VecNormalize]] = {
@@ -257,62 +242,36 @@ def test_recycled_arrays_stay_bounded_for_many_batch_sizes(buffer: CompressedRep
     assert buffer.nbytes - buffer.stored_nbytes <= 4 * 40 * 4 * 36 * 36
 
 
-# -- every buffer casts observations of another dtype than the space's as SB3 does, with one warning
+# -- observations of other dtypes than the space's are cast, and transposed images refused
 
-ROWS, N_ENVS = 12, 2
-THREE_ACTIONS = spaces.Discrete(3)
 PLACE, IMAGE = spaces.Box(-9, 9, (3,), np.float32), spaces.Box(0, 255, (1, 36, 36), np.uint8)
 GOALS = spaces.Dict(observation=IMAGE, achieved_goal=PLACE, desired_goal=PLACE)
-WRONG = {np.dtype(np.float32): np.float64, np.dtype(np.uint8): np.int64}
-REST = np.zeros((N_ENVS, 1)), np.zeros(N_ENVS), np.zeros(N_ENVS), [{} for _ in range(N_ENVS)]
 
 
-def make_miscast_batch(space: spaces.Space[Any], rng: np.random.Generator) -> Any:
-    """Return a batch of observations that do not have the dtype of their space."""
-    if isinstance(space, spaces.Dict):
-        return {key: make_miscast_batch(part, rng) for key, part in space.items()}
-    return rng.uniform(0, 9, (N_ENVS, *space.shape)).astype(WRONG[space.dtype])
-
-
-@pytest.mark.parametrize("kind", [*REPLAY, *(f"{kind} rollout" for kind in ROLLOUT)])
-def test_observations_of_other_dtypes_are_cast_as_in_sb3_with_one_warning(kind: str) -> None:
-    space = GOALS if "dict" in kind or kind == "hindsight" else PLACE if "maskable" in kind else IMAGE
-    rng = np.random.default_rng(0)
-    observations = [make_miscast_batch(space, rng) for _ in range(ROWS + 1)]
-    if kind in REPLAY:
-        own = {"env": None} if kind == "hindsight" else {}
-        buffers = make_buffers(kind, ROWS * N_ENVS, space, THREE_ACTIONS, **own)
-        add: Any = partial(add_all, transitions=[(*pair, *REST) for pair in itertools.pairwise(observations)])
-    else:
-        buffers = make_rollout_buffers(kind.removesuffix(" rollout"), ROWS, space)
-        add = partial(fill_rollouts, observations=observations[:-1])
-    add(buffers[1:])
+@pytest.mark.parametrize("space", [GOALS, IMAGE], ids=["dict", "plain"])
+def test_casts_warn_once_for_each_key(space: Any) -> None:
+    kind, parts = ("dict", space.spaces) if space is GOALS else ("plain", {None: space})
+    buffer, source = make_buffers(kind, 24, space, ACTIONS)[0], TransitionSource(space, ACTIONS, 2, miscasts=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        add(buffers[:1])
-    for name in ("observations", "next_observations") if kind in REPLAY else ("observations",):
-        found, expected = (getattr(buffer, name) for buffer in buffers)
-        found = {key: np.asarray(part) for key, part in found.items()} if isinstance(found, dict) else np.asarray(found)
-        assert_equal(found, expected)
-    names = [f"obs[{key!r}]" for key in space] if isinstance(space, spaces.Dict) else ["obs"]
-    for name, warning in zip(names, caught, strict=True):
-        text = str(warning.message)
-        assert text.startswith(f"{name} has dtype ")
-        assert "float64, but the observation space has float32" in text or "int64, but the observation space" in text
+        add_all([buffer], [source.step() for _ in range(3)])
+    for (key, part), warning in zip(parts.items(), caught, strict=True):
+        name, dtype = "obs" if key is None else f"obs[{key!r}]", "int64" if part.dtype == np.uint8 else "float64"
+        text = f"{name} has dtype {dtype}, but the observation space has {part.dtype}. Observations are cast"
+        assert str(warning.message).startswith(text)
 
 
 def test_buffer_is_unchanged_if_cast_warning_is_raised() -> None:
-    ours, _ = make_buffers("dict", ROWS * N_ENVS, GOALS, THREE_ACTIONS)
-    rng = np.random.default_rng(0)
+    ours, _ = make_buffers("dict", 24, GOALS, ACTIONS)
     with pytest.raises(UserWarning, match="Observations are cast"):
-        ours.add(make_miscast_batch(GOALS, rng), make_miscast_batch(GOALS, rng), *REST)
+        ours.add(*TransitionSource(GOALS, ACTIONS, 2, miscasts=True).step())
     assert (ours.size(), ours.pos) == (0, 0)
 
 
 def test_images_with_channels_last_are_refused() -> None:
     """See https://github.com/DLR-RM/stable-baselines3/issues/819."""
-    buffer = CompressedReplayBuffer(10, spaces.Box(0, 255, (3, 36, 40), np.uint8), THREE_ACTIONS, "cpu", n_envs=N_ENVS)
-    images = np.zeros((N_ENVS, 36, 40, 3), np.uint8)
+    buffer = CompressedReplayBuffer(10, spaces.Box(0, 255, (3, 36, 40), np.uint8), ACTIONS, "cpu", n_envs=2)
+    images = np.zeros((2, 36, 40, 3), np.uint8)
     with pytest.raises(InvalidArgumentError, match=r"obs has shape .*channels last.*VecNormalize\(VecTransposeImage"):
-        buffer.add(images, images, *REST)
+        buffer.add(images, images, np.zeros((2, 1)), np.zeros(2), np.zeros(2), [{}, {}])
     assert buffer.size() == 0

@@ -22,24 +22,23 @@ PPO_OPTIONS = {"n_steps": 16, "batch_size": 16, "n_epochs": 1}
 STEP, UPDATE = 5e-3, 30e-3  # seconds of a step of Slow, and of an update
 
 
-def train(kind: type, venv: Any, callback: BaseCallback, timesteps: int, **options: Any) -> list[dict[str, Any]]:
-    model: Any = kind("MlpPolicy", venv, device="cpu", **options)
-    rows = LogRows()
+def train(venv: Any, callback: BaseCallback, timesteps: int) -> list[dict[str, Any]]:
+    model, rows = PPO("MlpPolicy", venv, device="cpu", **PPO_OPTIONS), LogRows()  # type: ignore[arg-type]
     model.set_logger(Logger(None, [rows]))
     update = model.train
 
-    def train_slowly(*arguments: Any, **keywords: Any) -> None:
+    def train_slowly() -> None:
         time.sleep(UPDATE)
-        update(*arguments, **keywords)
+        update()
 
-    model.train = train_slowly
+    model.train = train_slowly  # type: ignore[method-assign]
     model.learn(timesteps, callback=callback, log_interval=1)
     return rows.rows
 
 
 def test_durations_of_environments_rollouts_and_updates_are_logged() -> None:
     venv = SharedMemoryVecEnv([Slow] * 3, FAST)
-    rows = train(PPO, VecNormalize(venv), VecEnvTimingCallback(), 16 * 3 * 3, **PPO_OPTIONS)
+    rows = train(VecNormalize(venv), VecEnvTimingCallback(), 16 * 3 * 3)
     timings = venv.timings
     venv.close()
     assert {row["time/env_start"] for row in rows} == {timings.start_seconds}
@@ -73,4 +72,4 @@ def test_times_of_a_saved_run_do_not_continue(tmp_path: Path) -> None:
 )
 def test_callback_in_an_event_callback_is_refused(wrap: Callable[[Any], BaseCallback]) -> None:
     with pytest.raises(InvalidArgumentError, match=r"only at events.*callback=\[other_callback, VecEnvTiming"):
-        train(PPO, DummyVecEnv([cart_pole]), wrap(VecEnvTimingCallback()), 64, **PPO_OPTIONS)
+        train(DummyVecEnv([cart_pole]), wrap(VecEnvTimingCallback()), 64)

@@ -9,16 +9,16 @@ from typing import Any
 
 import ale_py
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch._dynamo  # noqa: F401 - else optimizers import it during a test, which creates a temporary folder
 from gymnasium import spaces
 from sb3_contrib import MaskablePPO, RecurrentPPO
+from sb3_contrib.common.envs import InvalidActionEnvDiscrete
 from stable_baselines3 import DQN, PPO, SAC, TD3
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
-from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecFrameStack, VecNormalize
+from stable_baselines3.common.vec_env import VecEnv, VecFrameStack, VecNormalize
 
 import sb3_ext
 from rl_ext_core.errors import InvalidArgumentError
@@ -34,26 +34,6 @@ from tests.sb3_ext.buffer_envs import (
 )
 
 
-class Masked(VecEnvWrapper):
-    """Wrapper that masks one action, a different one at each step."""
-
-    def reset(self) -> Any:
-        self._steps = 0
-        return self.venv.reset()
-
-    def step_wait(self) -> Any:
-        self._steps += 1
-        return self.venv.step_wait()
-
-    def has_attr(self, name: str) -> bool:
-        return name == "action_masks" or super().has_attr(name)
-
-    def env_method(self, name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
-        if name == "action_masks":
-            return [np.arange(3) != (self._steps + env) % 3 for env in range(self.num_envs)]
-        return super().env_method(name, *args, indices=indices, **kwargs)
-
-
 def make_pong() -> VecEnv:
     """Return two Pong environments with SB3's Atari wrappers and stacked frames."""
     gym.register_envs(ale_py)
@@ -64,9 +44,13 @@ def make_pendulum() -> VecEnv:
     return VecNormalize(make_vec_env("Pendulum-v1", n_envs=2, seed=0))
 
 
+def make_masked() -> VecEnv:
+    return make_vec_env(InvalidActionEnvDiscrete, 2, seed=0, env_kwargs={"dim": 5, "n_invalid_actions": 2})
+
+
 CASES: dict[str, tuple[Any, str, Any, Any]] = {
     "PPO of a dictionary": (PPO, "MultiInputPolicy", dict_env, ROLLOUT["dict"]),
-    "MaskablePPO": (MaskablePPO, "CnnPolicy", lambda: Masked(image_env()), ROLLOUT["maskable"]),
+    "MaskablePPO": (MaskablePPO, "MlpPolicy", make_masked, ROLLOUT["maskable"]),
     "DQN of Pong": (DQN, "CnnPolicy", make_pong, REPLAY["plain"]),
     "DQN with n-step returns": (DQN, "CnnPolicy", image_env, REPLAY["n-step"]),
     "SAC with hindsight": (SAC, "MultiInputPolicy", lambda: make_reach_vec_env(size=36), REPLAY["hindsight"]),

@@ -55,14 +55,8 @@ def expect_error(grace_s: float = 60) -> Iterator[Any]:
 def open_vec_env_pair(env_fns: Sequence[Callable[[], Any]], **options: Any) -> Iterator[tuple[VecEnv, VecEnv]]:
     """Yield a SharedMemoryVecEnv and a SubprocVecEnv; close both, and check that no worker remains."""
     theirs = SubprocVecEnv(list(env_fns), start_method=FAST)
-    try:
-        ours = SharedMemoryVecEnv(env_fns, **{"start_method": FAST, **options})
-        try:
-            yield ours, theirs
-        finally:
-            ours.close()
-    finally:
-        theirs.close()
+    with contextlib.closing(theirs), contextlib.closing(SharedMemoryVecEnv(env_fns, FAST, **options)) as ours:
+        yield ours, theirs
     assert no_workers()
 
 
