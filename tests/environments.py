@@ -84,14 +84,19 @@ def count_events(event: str, *, in_this_process: bool) -> int:
     return sum(1 for pid, entry in entries if entry == event and (int(pid) == os.getpid()) == in_this_process)
 
 
-def change_results(env: Any, change: Callable[..., Any], method: str = "step") -> Any:
-    """Replace a method of an environment, so that a function changes its results; return the environment.
-
-    :param change: function of the values that the method returned
-    """
-    call = getattr(env, method)
-    setattr(env, method, functools.wraps(call)(lambda *args, **kwargs: change(*call(*args, **kwargs))))
+def change_result(env: Any, method: str, change: Callable[[Any], Any]) -> Any:
+    """Change what a method of an environment returns, and return the environment."""
+    called = getattr(env, method)
+    setattr(env, method, functools.wraps(called)(lambda *args, **given: change(called(*args, **given))))
     return env
+
+
+def change_results(env: Any, change: Callable[..., Any], method: str = "step") -> Any:
+    """Change the values that a method of an environment returns, and return the environment.
+
+    :param change: function of these values
+    """
+    return change_result(env, method, lambda values: change(*values))
 
 
 def add_info(env: Any, name: str, get_value: Callable[[], Any]) -> Any:
@@ -354,13 +359,6 @@ class Returning(Counting):
 
     def _observe(self) -> Any:
         return self._observation
-
-
-def change_result(env: Any, method: str, change: Callable[[Any], Any]) -> Any:
-    """Change what a method of an environment returns, and return the environment."""
-    called = getattr(env, method)
-    setattr(env, method, lambda *args, **given: change(called(*args, **given)))
-    return env
 
 
 class Writing(Counting):
