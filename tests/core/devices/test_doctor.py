@@ -210,6 +210,17 @@ def test_verification_is_compared_with_decision(seen: Verification, problem: str
     assert (problem or "as predicted") in report_as_text(report, width=200)
 
 
+@pytest.mark.parametrize(("before", "listed"), [((), (uuid(0),)), ((GpuUse(1, uuid(0), "compute", 1),), None)])
+def test_verification_lists_gpus_that_a_process_uses_after_its_start(
+    before: tuple[GpuUse, ...], listed: tuple[str, ...] | None, without_device_variables: pytest.MonkeyPatch
+) -> None:
+    uses = iter((before, (GpuUse(1, uuid(0), "graphics", 1),)))
+    without_device_variables.setattr(Inventory, "current", lambda **_: machine(1))
+    without_device_variables.setattr(verify_module, "list_gpu_uses", lambda _: next(uses))
+    without_device_variables.setattr(_probe, "run_program", lambda *given: dict(filter(given[-1], (1, 1))))
+    assert verify("mujoco").nvml == listed
+
+
 def test_gpus_of_processes_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpus(2), computing={7: 0, 9: 0}, rendering={7: 0}))
     monkeypatch.setattr(verify_module, "_HOST_PIDS", os.readlink("/proc/self/ns/pid"))
