@@ -201,8 +201,10 @@ def test_episodes_of_recorders_are_repeated(size: int, data: st.DataObject) -> N
         elif operation == "reset":
             options = {"place": np.array([value])}
             arguments = data.draw(st.sampled_from([{}, {"seed": 1}, {"seed": 2, "options": options}]))
+            is_full_reset = env.unwrapped.was_real_done
             observation = env.reset(**arguments)[0]
             options["place"][:] = 7
+            assert not is_full_reset or len(env.episode_log().calls) == 1
         elif operation == "set":
             env.set_wrapper_attr("scale", value)
         elif operation == "call":
