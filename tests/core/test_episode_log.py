@@ -123,8 +123,9 @@ def test_workers_repeat_episodes_and_continue_them(name: str) -> None:
 
 @pytest.mark.parametrize(("how", "kind"), [("raise", "exception"), ("SIGSEGV", "signal")])
 def test_failure_of_a_worker_is_recorded_in_the_folder(how: str, kind: str, tmp_path: Path) -> None:
-    text = fail_in_a_worker(how, recorder=tmp_path)
-    (path,) = tmp_path.iterdir()
+    folder = tmp_path / "run" / "crashes" if how == "raise" else tmp_path
+    text = fail_in_a_worker(how, recorder=folder)
+    (path,) = folder.iterdir()
     assert f"rl-ext replay {path}" in text
     capsule = read_capsule(path)
     assert (capsule.failure.kind, capsule.step, capsule.environment) == (kind, 5, 1)
