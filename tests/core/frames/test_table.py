@@ -9,6 +9,7 @@ import pytest
 
 from rl_ext_core.frames.log_table import FrameTable
 from rl_ext_core.frames.store import Observation
+from tests.forks import result_in_fork
 
 SHAPE = (3, 24, 24)
 N_ROWS = 400
@@ -58,3 +59,12 @@ def test_rows_in_any_order_stay_as_they_were_first_read(options: Any, in_folder:
         again = FrameTable(N_ROWS, Observation(SHAPE, np.uint8, n_stack=3, **options))
         again.restore(table.contents())
         np.testing.assert_array_equal(read(again, np.arange(N_ROWS)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_writes_of_a_fork_do_not_change_the_table() -> None:
+    table, rows, stacks = FrameTable(N_ROWS, Observation(SHAPE, np.uint8, n_stack=3)), np.arange(9), make_video(9, 0)
+    table.put(rows, *stacks)
+    # The fork writes other stacks to the same place.
+    assert result_in_fork(lambda: table.roll_back() or table.put(rows, *make_video(9, 1))) == "None"
+    np.testing.assert_array_equal(read(table, rows), stacks)
