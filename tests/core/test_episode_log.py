@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import random
 import signal
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, episode_log
 from rl_ext_core.recording.capsule import read_capsule
+from rl_ext_core.recording.generators import restore_generator, state_of_generator
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from tests.environments import Failing
 
@@ -378,3 +380,10 @@ def test_step_of_a_subclass_is_called() -> None:
     env.step(1)
     log = env.episode_log()
     assert log.calls[-1] == ("step", 0)
+
+
+@pytest.mark.parametrize("generator", [random.Random(1), np.random.RandomState(1), np.random.default_rng(1)], ids=type)
+def test_generators_are_restored_in_place_or_created(generator: Any) -> None:
+    state, draw = state_of_generator(generator), generator.random()
+    assert restore_generator(generator, state) is generator
+    assert [generator.random(), restore_generator(None, state).random()] == [draw, draw]
