@@ -151,6 +151,7 @@ def test_verify_renders_on_cpu_as_predicted(
     assert seen.problem is None, seen
     assert seen.gl_vendor if where == "OSMesa" else "llvmpipe" in seen.gl_renderer
     assert (seen.decided, seen.predicted, seen.egl) == ("cpu", *((None, None) if where == "OSMesa" else (0, 0)))
+    assert seen.place == ("OSMesa" if where == "OSMesa" else "0")
     assert (where in report_as_text(examine(machine(0, software=False), verified=[seen]))) or where == "EGL"
 
 
