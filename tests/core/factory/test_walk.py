@@ -105,3 +105,5 @@ def test_differences_are_named_by_their_paths() -> None:
     array = np.zeros(2)
     root.part, other.part = [array, array[:]], [array, array.copy()]  # type: ignore[attr-defined]
     assert changed_paths(root, other) == [".part[1].<memory>"]
+    root.part, other.part = (lambda value: lambda: value)(1), (lambda value: lambda: value)(2)  # type: ignore[attr-defined]
+    assert changed_paths(root, other) == [".part.<value>.<value>"]
