@@ -177,6 +177,7 @@ def test_forked_process_cannot_use_or_end_the_workers(name: str) -> None:
     for call in calls_of(env):
         text = result_in_fork(call)
         assert text.startswith("InvalidArgumentError: these environments belong to process "), text
+    assert not getattr(env._pool, "_pool", env._pool)._awaits_answers()  # the forks have sent no command
 
     def close_and_exit() -> str:
         close(env)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import random
 import signal
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, episode_log
 from rl_ext_core.recording.capsule import read_capsule
+from rl_ext_core.recording.generators import restore_generator, state_of_generator
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from tests.environments import Counting, Failing, FailingOnce
 
@@ -123,8 +125,9 @@ def test_workers_repeat_episodes_and_continue_them(name: str) -> None:
 
 @pytest.mark.parametrize(("how", "kind"), [("raise", "exception"), ("SIGSEGV", "signal")])
 def test_failure_of_a_worker_is_recorded_in_the_folder(how: str, kind: str, tmp_path: Path) -> None:
-    text = fail_in_a_worker(how, recorder=tmp_path)
-    (path,) = tmp_path.iterdir()
+    folder = tmp_path / "run" / "crashes" if how == "raise" else tmp_path
+    text = fail_in_a_worker(how, recorder=folder)
+    (path,) = folder.iterdir()
     assert f"rl-ext replay {path}" in text
     capsule = read_capsule(path)
     assert (capsule.failure.kind, capsule.step, capsule.environment) == (kind, 5, 1)
@@ -201,8 +204,10 @@ def test_episodes_of_recorders_are_repeated(size: int, data: st.DataObject) -> N
         elif operation == "reset":
             options = {"place": np.array([value])}
             arguments = data.draw(st.sampled_from([{}, {"seed": 1}, {"seed": 2, "options": options}]))
+            is_full_reset = env.unwrapped.was_real_done
             observation = env.reset(**arguments)[0]
             options["place"][:] = 7
+            assert not is_full_reset or len(env.episode_log().calls) == 1
         elif operation == "set":
             env.set_wrapper_attr("scale", value)
         elif operation == "call":
@@ -351,3 +356,10 @@ def test_step_of_a_subclass_is_called() -> None:
     env.step(1)
     log = env.episode_log()
     assert log.calls[-1] == ("step", 0)
+
+
+@pytest.mark.parametrize("generator", [random.Random(1), np.random.RandomState(1), np.random.default_rng(1)], ids=type)
+def test_generators_are_restored_in_place_or_created(generator: Any) -> None:
+    state, draw = state_of_generator(generator), generator.random()
+    assert restore_generator(generator, state) is generator
+    assert [generator.random(), restore_generator(None, state).random()] == [draw, draw]

@@ -42,6 +42,7 @@ def test_durations_of_environments_rollouts_and_updates_are_logged() -> None:
     timings = venv.timings
     venv.close()
     assert {row["time/env_start"] for row in rows} == {timings.start_seconds}
+    assert timings.start_seconds > 0
     assert {row["time/env_restarts"] for row in rows} == {0}
     assert timings.steps == 48
     assert timings.step_seconds == pytest.approx(np.mean([row["time/env_step"] for row in rows]))

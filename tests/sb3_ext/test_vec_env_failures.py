@@ -103,6 +103,18 @@ def test_wrong_observations_and_infos_are_refused(build: Any, phase: str, said: 
     assert found.value.phase == phase
 
 
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return pickle.loads, (b"",)
+
+
+def test_info_that_cannot_be_unpickled_raises_the_error_of_pickle(start_vec_env: Any) -> None:
+    venv = start_vec_env([lambda: counting("step", lambda x: (*x[:4], {"unreadable": Unreadable()}))] * 2)
+    venv.reset()
+    with pytest.raises(EOFError, match="Ran out of input"):
+        venv.step(ACTIONS[:2])
+
+
 def test_exceptions_in_methods_leave_environments_usable(start_vec_env: Any) -> None:
     venv = start_vec_env([RandomEnv] * 3, n_workers=2)
     with pytest.raises(KeyError, match="raised in a call") as found:

@@ -135,7 +135,7 @@ def test_observations_of_other_dtypes_equal_those_of_dummy_vec_env(space: Any, o
     ours, theirs = SharedMemoryVecEnv([build] * 2, FAST), DummyVecEnv([build] * 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        first = ours.reset()
+        first, n_warned = ours.reset(), len(caught)
         rest = [ours.step(np.zeros(2, np.int64))[0] for _ in range(11)]
         ours.reset()
     ours.close()
@@ -146,6 +146,7 @@ def test_observations_of_other_dtypes_equal_those_of_dummy_vec_env(space: Any, o
     said = [str(one.message).partition(", cannot hold")[0] for one in caught if one.category is UserWarning]
     text = f"environment 0 returns observations with values that the dtype of its observation space, {space}"
     assert said == ([] if fits else [text])
+    assert n_warned == len(caught)  # in the reset
 
 
 def test_workers_import_neither_torch_nor_stable_baselines3() -> None:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
+from rl_ext_core.devices import decision, resolve
+from rl_ext_core.errors import DeviceConflictError
 from tests.core.devices.fakes.build import require_osmesa, skip_or_fail
+from tests.core.devices.machines import machine
 from tests.core.devices.run_code import ROOT, run
 
 RENDERERS = ("mujoco", "gymnasium", "dm_control", "robosuite")
@@ -236,3 +240,18 @@ def test_decision_renders_where_plain_robosuite_fails(variables: dict[str, str])
     assert ended.error == ""
     assert ended.answer == [True, ["egl", "0", "egl"]]
     assert not re.search(r"Exception ignored|no attribute|Traceback", ended.stderr)
+
+
+def test_decision_of_the_creator_stays_and_warns_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"render": "same", "renderer": "mujoco", "inventory": machine(2), "environ": {}}
+    one, other = (resolve(f"cuda:{number}", **options) for number in range(2))
+    monkeypatch.setattr(decision, "_applied", one)
+    monkeypatch.setattr(decision, "_has_warned", False)
+    for _ in range(2):
+        decision.apply_in_worker(other, is_creator=True)
+    assert "built in the parent process" in caplog.text
+    assert len(caplog.records) == 1
+    with pytest.raises(DeviceConflictError, match="came with another"):
+        decision.apply_in_worker(other, is_creator=False)

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from rl_ext_core.cli.doctor import DoctorReport, examine
-from rl_ext_core.devices import Inventory, inventory, resolve
+from rl_ext_core.devices import Inventory, _probe, inventory, resolve
+from rl_ext_core.devices import verify as verify_module
 from rl_ext_core.devices.inventory import installed_versions
-from rl_ext_core.devices.verify import Verification, verify, verify_decision
+from rl_ext_core.devices.verify import GpuUse, Verification, verify, verify_decision
 from tests.core.devices import run_code
 from tests.core.devices.doctor_cases import CASES, EGL, NO_GPU, WITHOUT_EGL, report_as_text, report_of
 from tests.core.devices.fakes import build
-from tests.core.devices.machines import egl, machine
+from tests.core.devices.machines import egl, machine, uuid
 
 
 def lines_to_copy(report: DoctorReport) -> list[str]:
@@ -149,6 +150,7 @@ def test_verify_renders_on_cpu_as_predicted(
     assert seen.problem is None, seen
     assert seen.gl_vendor if where == "OSMesa" else "llvmpipe" in seen.gl_renderer
     assert (seen.decided, seen.predicted, seen.egl) == ("cpu", *((None, None) if where == "OSMesa" else (0, 0)))
+    assert seen.place == ("OSMesa" if where == "OSMesa" else "0")
     assert (where in report_as_text(examine(machine(0, software=False), verified=[seen]))) or where == "EGL"
 
 
@@ -197,3 +199,14 @@ def test_verification_is_compared_with_decision(seen: Verification, problem: str
     report = examine(machine(1), environ, verified=[seen])
     assert report.healthy == (problem is None)
     assert (problem or "as predicted") in report_as_text(report, width=200)
+
+
+@pytest.mark.parametrize(("before", "listed"), [((), (uuid(0),)), ((GpuUse(1, uuid(0), "compute", 1),), None)])
+def test_verification_lists_gpus_that_a_process_uses_after_its_start(
+    before: tuple[GpuUse, ...], listed: tuple[str, ...] | None, without_device_variables: pytest.MonkeyPatch
+) -> None:
+    uses = iter((before, (GpuUse(1, uuid(0), "graphics", 1),)))
+    without_device_variables.setattr(Inventory, "current", lambda **_: machine(1))
+    without_device_variables.setattr(verify_module, "list_gpu_uses", lambda _: next(uses))
+    without_device_variables.setattr(_probe, "run_program", lambda *given: dict(filter(given[-1], (1, 1))))
+    assert verify("mujoco").nvml == listed

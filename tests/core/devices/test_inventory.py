@@ -5,11 +5,12 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rl_ext_core.devices import EglDevice, Gpu, Inventory, inventory
+from rl_ext_core.devices import EglDevice, Gpu, Inventory, _probe, inventory
 from tests.core.devices import machines
 from tests.core.devices.doctor_cases import NO_GPU, FakeNvml
 from tests.core.devices.fakes import build
@@ -125,6 +126,18 @@ def test_failures_of_egl_are_reported_in_inventory(
         count = len(settings.get("egl_order", range(5)))
         assert [device.index for device in found.egl or ()] == list(range(count))
         assert (found.egl or ())[-1] == EglDevice(count - 1, software=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "version"),
+    [("cuda = '12.6'\nhip = None", "12.6"), ("cuda = None\nhip = '6.4'", "rocm 6.4"), ("cuda = None", "")],
+)
+def test_cuda_version_is_read_from_torch_files(
+    file: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(file)
+    monkeypatch.setattr(_probe.util, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert _probe.read_versions()["torch.cuda"] == version
 
 
 NAMES = ("NVIDIA A2", "NVIDIA H100", "NVIDIA H100", "NVIDIA A2")

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pytest
 from gymnasium import wrappers
 
 from rl_ext_core.factory import as_factory
+from rl_ext_core.factory.drivers import driver_for
 from tests.core.factory.copying import COPIED, EITHER, REFUSED, rollout
 
 Change = Callable[[Any], object]
@@ -202,3 +204,11 @@ def test_object_of_a_library_that_belongs_to_one_process_is_rejected(
     env = make(tmp_path)
     assert copy_outcome(env, path.strip()) in allowed
     env.close()
+
+
+def test_robosuite_is_seeded_in_place() -> None:
+    draw = {"__module__": "robosuite.environments.base", "reset": lambda self: self.rng.random()}
+    env: Any = type("MujocoEnv", (), draw)()
+    env.rng, expected = np.random.default_rng(5), np.random.default_rng(3)
+    driver: Any = driver_for(env, seed=0)
+    assert [driver.reset(3), driver.reset(None)] == [expected.random(), expected.random()]

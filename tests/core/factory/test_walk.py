@@ -100,3 +100,10 @@ def test_differences_are_named_by_their_paths() -> None:
     root, other = Holder(), Holder()
     root.part, other.part = {"a": [1, (2.0, np.zeros(2))]}, {"a": [1, (2.0, np.ones(2))]}  # type: ignore[attr-defined]
     assert changed_paths(root, other) == [".part['a'][1][1]"]
+    root.part, other.part = [1].append, [2].append  # type: ignore[attr-defined]
+    assert changed_paths(root, other) == [".part.<reduced 1>[0]"]
+    array = np.zeros(2)
+    root.part, other.part = [array, array[:]], [array, array.copy()]  # type: ignore[attr-defined]
+    assert changed_paths(root, other) == [".part[1].<memory>"]
+    root.part, other.part = (lambda value: lambda: value)(1), (lambda value: lambda: value)(2)  # type: ignore[attr-defined]
+    assert changed_paths(root, other) == [".part.<value>.<value>"]

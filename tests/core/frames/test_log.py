@@ -78,13 +78,14 @@ def test_jpeg_frames_are_decoded_as_simplejpeg_decodes_them(axis: int) -> None:
     assert store.nbytes < 0.6 * 41 * 3600 + 60_000
 
 
-def test_handles_of_equal_observations_are_equal() -> None:
-    store, plain = make_store(60, 2, GRAY), ReferenceStore(60, 2, GRAY)
-    append_all((store, plain), make_transitions(GRAY, n_steps=100))
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)  # four gray frames, planar and interleaved
+def test_handles_of_equal_observations_are_equal(layout: StackLayout) -> None:
+    store, plain = make_store(60, 2, layout), ReferenceStore(60, 2, layout)
+    append_all((store, plain), make_transitions(layout, n_steps=100))
     rows, envs = np.repeat(np.arange(60), 2), np.tile(np.arange(2), 60)
     handles, next_handles = store.handles(rows, envs)[None]
     for found, expected in ((handles, plain.observations), (next_handles, plain.next_observations)):
-        out = np.empty((120, *GRAY.shape), GRAY.dtype)
+        out = np.empty((120, *layout.shape), layout.dtype)
         store.get_stacks(found, out)
         np.testing.assert_array_equal(out.reshape(expected.shape), expected)
     later = (rows + 1) % 60

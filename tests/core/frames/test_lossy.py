@@ -22,6 +22,7 @@ from tests.core.frames.transitions import (
     make_store,
     make_transitions,
 )
+from tests.forks import result_in_fork
 
 RGB = StackLayout((9, 20, 100), np.dtype(np.uint8), 3, 0)
 
@@ -232,3 +233,18 @@ def test_table_rows_in_any_order_stay_as_they_were_first_read(options: Any, in_f
         again = FrameTable(n_rows, observation)
         again.restore(table.contents())
         np.testing.assert_array_equal(read(again, np.arange(n_rows)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_writes_of_a_fork_do_not_change_a_table() -> None:
+    layout, rows = StackLayout((3, 24, 24), np.dtype(np.uint8), 3, 0), np.arange(9)
+    table, found = FrameTable(9, Observation(layout.shape, np.uint8, n_stack=3)), np.empty((9, *layout.shape), np.uint8)
+    (stacks, nexts), others = (
+        [np.concatenate(part) for part in zip(*drifting_transitions(layout, 9, n_envs=1, seed=seed), strict=True)]
+        for seed in (0, 1)
+    )
+    table.put(rows, stacks, nexts)
+    # The fork writes other stacks to the same place.
+    assert result_in_fork(lambda: table.roll_back() or table.put(rows, *others)) == "None"
+    table.get(rows, found, None)
+    np.testing.assert_array_equal(found, stacks)

@@ -70,6 +70,7 @@ def test_estimates_are_marked_and_have_a_range() -> None:
 def test_n_stack_is_guessed_from_the_shapes() -> None:
     found = plan((80, 100, 9), 1000, env=Film, steps=128)
     assert (found.n_stack, found.shape) == (3, (80, 100, 9))
+    assert plan(None, 1000, env=Film, n_stack=3, steps=128).shape == (80, 100, 9)
     for shape, n_stack in (((100, 100, 9), 3), ((9, 84, 84), 3), ((4, 84, 84), 4), ((84, 84, 12), 4), ((84, 84, 3), 1)):
         assert plan(shape, 1000).n_stack == n_stack
 

@@ -136,7 +136,8 @@ def test_environments_stay_usable_after_rejected_calls() -> None:
             wait()
     envs.reset(seed=0)
     envs.step_async(np.zeros(2, int))
-    for begin in (lambda: envs.step_async(np.zeros(2, int)), envs.reset_async, lambda: envs.set_attr("x", 1)):
+    begin_step, set_attr = lambda: envs.step_async(np.zeros(2, int)), lambda: envs.set_attr("x", 1)
+    for begin in (begin_step, envs.reset_async, set_attr, lambda: envs.call_some([0], "label")):
         with pytest.raises(AlreadyPendingCallError, match=r"Use step_wait\(\) first"):
             begin()
     assert envs.step_wait()[0][:, 0].tolist() == [1, 1]
