@@ -253,11 +253,13 @@ class SameAsUpstream(RuleBasedStateMachine):
     def buffers_are_equal(self) -> None:
         """Check that both buffers contain the same transitions, except dropped ones."""
         if self.ours is not None:
-            assert (self.ours.pos, self.ours.full) == (self.theirs.pos, self.theirs.full)
-            size = self.ours.size()
-            assert size == self.theirs.size() or (size > 0 and "max_bytes" in self.options)
+            size, drops = self.ours.size(), self.ours.size() < self.theirs.size()
+            assert self.ours.pos == self.theirs.pos
+            # A folder does not say whether rows that were dropped before it was opened had been written.
+            assert self.ours.full == self.theirs.full or (drops and self.folder is not None)
+            assert size == self.theirs.size() or (drops and size > 0 and "max_bytes" in self.options)
             self._compare(self.ours, (self.ours.pos - size + np.arange(size)) % self.ours.buffer_size)
-            if self.kind == "hindsight" and size < self.theirs.size() and not self.ours.full:
+            if self.kind == "hindsight" and drops and not self.ours.full:
                 whole = self.theirs.ep_start >= self.ours.pos - size
                 np.testing.assert_array_equal(self.ours.ep_length, self.theirs.ep_length * whole)
             for name in ("ep_start", "ep_length", "_current_ep_start") if size == self.theirs.size() else ():

@@ -15,7 +15,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, StorageError, WorkerError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
-from tests.environments import Counting, FailingOnce, Gated, Informing, RandomEnv, ReusedArrayEnv
+from tests.environments import Counting, FailingOnce, Gated, RandomEnv, ReusedArrayEnv, change_results
 from tests.sb3_ext.vec_checks import assert_equal, raise_interrupt_in
 
 NESTED = spaces.Dict(
@@ -250,10 +250,16 @@ def test_rewards_are_single_numbers() -> None:
         envs.close()
 
 
+def make_informing() -> Any:
+    env: Any = Counting()
+    env.info = {}
+    return change_results(env, lambda observation, _: (observation, env.info), "reset")
+
+
 @pytest.mark.sample
 @pytest.mark.parametrize(("mode", "n_steps"), [(AutoresetMode.NEXT_STEP, 11), (AutoresetMode.SAME_STEP, 10)])
 def test_error_names_reset_if_its_info_is_none(mode: AutoresetMode, n_steps: int) -> None:
-    envs = SharedMemoryVectorEnv([functools.partial(Informing, "reset", {})] * 2, autoreset_mode=mode)
+    envs = SharedMemoryVectorEnv([make_informing] * 2, autoreset_mode=mode)
     envs.reset()
     envs.set_attr("info", None)
     for _ in range(n_steps - 1):  # the episode ends with the tenth
