@@ -223,7 +223,7 @@ class SameAsUpstream(RuleBasedStateMachine):
 @pytest.mark.filterwarnings("ignore:.*Observations are cast")
 @pytest.mark.parametrize("kind", ROLLOUT)
 def test_same_calls_have_the_same_effect_as_with_sb3s_buffers(kind: str) -> None:
-    n_examples = 40 if "CI" in os.environ else 6
+    n_examples = 40 if "CI" in os.environ else 4
     options = settings(max_examples=n_examples, stateful_step_count=25, phases=(Phase.generate,))  # shrinking is slow
     run_state_machine_as_test(functools.partial(SameAsUpstream, kind), settings=options)
 
