@@ -23,9 +23,10 @@ import gymnasium
 
 from benchmarks.measure import machine
 from rl_ext_core.isolation import Isolation, Verdict, probe
-from tests.core.isolation import simulator, variants
+from tests.core.isolation import simulator
+from tests.core.isolation.conftest import SHARED_MEMORY, compile_variant
+from tests.core.isolation.test_probe import OWN_CWD, VARIANTS
 
-_OWN_CWD_HINT = 'use make_vec_env(..., cwd="own")'
 INDEPENDENT, SINGLE = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE
 
 
@@ -60,14 +61,11 @@ def real_envs() -> Iterator[tuple[str, Any, Isolation, bool]]:
         yield "FMU with the flag", functools.partial(simulator.HoldsFmu, "true"), SINGLE, False
 
 
-def toy_envs(folder: Path, compiler: str, *, hanging: bool) -> Iterator[tuple[str, Any, Isolation, bool]]:
+def toy_envs(folder: Path, *, hanging: bool) -> Iterator[tuple[str, Any, Isolation, bool]]:
     """Yield name, source, right verdict, and if ``cwd="own"`` helps, of toy variants."""
-    for name, (expected, _) in variants.VARIANTS.items():
-        yield name.lower(), variants.compiled(name, folder, compiler), expected, False
-    for name, (helps, _) in variants.COLLIDING.items():
-        yield name.lower(), variants.compiled(name, folder, compiler), Isolation.PROCESSES_COLLIDE, helps
-    if hanging:
-        yield variants.HANGING.lower(), variants.compiled(variants.HANGING, folder, compiler), SINGLE, False
+    for name, (expected, text) in VARIANTS.items():
+        if hanging or name != "HANG_OF_SECOND":
+            yield name.lower(), compile_variant(folder, name), expected, text == OWN_CWD
 
 
 def probe_repeatedly(run_probe: Callable[[], Verdict], repeats: int) -> tuple[list[Verdict], float]:
@@ -82,26 +80,23 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="probes of each environment")
     parser.add_argument("--no-hang", action="store_true", help="leave out the variant that hangs, which takes a minute")
     arguments = parser.parse_args()
-    compiler = shutil.which("cc")
-    if compiler is None:
+    if shutil.which("cc") is None:
         raise SystemExit("no C compiler (cc) for the toy simulator: apt-get install gcc libc6-dev")
     print(machine())
     print(f"\n{'environment':34} {'verdict':18} {'cwd':5} {'probe s':>8}")
     wrong = total = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        sources = [*real_envs(), *toy_envs(folder, compiler, hanging=not arguments.no_hang)]
+        sources = [*real_envs(), *toy_envs(folder, hanging=not arguments.no_hang)]
         for label, source, expected, helps in sources:
             found, seconds = probe_repeatedly(functools.partial(probe, source), arguments.repeats)
-            bad = [
-                one for one in found if one.isolation is not expected or (_OWN_CWD_HINT in one.explanation) is not helps
-            ]
+            bad = [one for one in found if one.isolation is not expected or (OWN_CWD in one.explanation) is not helps]
             wrong, total = wrong + len(bad), total + len(found)
             mark = "".join(f"  WRONG: {verdict.isolation.value}, expected {expected.value}" for verdict in bad[:1])
-            cwd = "own" if _OWN_CWD_HINT in found[0].explanation else ""
+            cwd = "own" if OWN_CWD in found[0].explanation else ""
             row = f"{label:34} {found[0].isolation.value:18} {cwd:5} {seconds:8.2f}{mark}"
             print(row, flush=True)
-    variants.SHARED_MEMORY.unlink(missing_ok=True)
+    SHARED_MEMORY.unlink(missing_ok=True)
     print(f"\n{wrong} wrong of {total} verdicts")
     raise SystemExit(1 if wrong else 0)
 
