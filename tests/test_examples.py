@@ -14,9 +14,8 @@ import torch as th
 from stable_baselines3.common.env_util import make_vec_env
 
 from scripts.run_notebooks import KERNEL, code_digest, write_kernel
-from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.devices.run_code import environment
-from tests.jax_venv import find_python
+from tests.requirements import find_python, skip_or_fail
 from tests.sb3_ext.buffer_envs import without_logger
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

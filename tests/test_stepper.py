@@ -34,7 +34,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import GymVecEnv
 from tests.environments import add_info, change_results
-from tests.jax_venv import ROOT
+from tests.requirements import ROOT
 from tests.torchrl_ext.environments import (
     BoxInfoWalk,
     InfoWalk,

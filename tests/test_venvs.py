@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jax_venv import ROOT, run_in_jax_venv
+from tests.requirements import ROOT, run_in_jax_venv
 
 # File, and options of pytest. Each file has its own session, because Triton's interpreter must be chosen before another
 # file imports torch.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.devices.fakes.build import compile_library
+from tests.requirements import compile_library
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = Path(__file__).parent / "stand_in"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jax_venv import run_in_jax_venv as run
+from tests.requirements import run_in_jax_venv as run
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from tests.core.devices.run_code import environment
-from tests.jax_venv import find_python
 from tests.ray_scripts import MARK, wait_for_marked_processes
+from tests.requirements import find_python
 
 FOLDER = Path(__file__).parent / "in_meltingpot"
 # Bytes for workers, fork server and parent, several times the measured need.

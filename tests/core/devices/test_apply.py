@@ -7,9 +7,10 @@ import pytest
 
 from rl_ext_core.devices import decision, resolve
 from rl_ext_core.errors import DeviceConflictError
-from tests.core.devices.fakes.build import require_osmesa, skip_or_fail
+from tests.core.devices.fakes.build import require_osmesa
 from tests.core.devices.machines import machine
-from tests.core.devices.run_code import ROOT, run
+from tests.core.devices.run_code import run
+from tests.requirements import find_python
 
 RENDERERS = ("mujoco", "gymnasium", "dm_control", "robosuite")
 
@@ -202,9 +203,7 @@ def test_apply_in_fork_before_any_display_accepts_another_decision() -> None:
 
 @pytest.mark.slow
 def test_mujoco_4_stores_backend_and_display_in_expected_modules() -> None:
-    python = ROOT / ".venv-mujoco4" / "bin" / "python"
-    if not python.exists():
-        skip_or_fail("no mujoco 4: scripts/make_mujoco4_venv.sh")
+    python = find_python("mujoco4")
     late = run(f"import mujoco\n{ON_MESA.format(renderer='mujoco')}.apply()", python=python)
     assert "gl_context read MUJOCO_GL='' when it was imported" in late.error
     rendering = run(

@@ -17,9 +17,7 @@ from rl_ext_core.devices.cuda import Machine
 from tests.core.devices import machines
 from tests.core.devices.fakes import build
 from tests.core.devices.test_mask import shown_by_torch
-
-ROOT = Path(__file__).resolve().parents[3]
-MUJOCO_4 = ROOT / ".venv-mujoco4" / "bin" / "python"
+from tests.requirements import find_python
 
 # The installed renderers, and mujoco 4 from a virtual environment of its own.
 INSTALLED = {name: metadata.version(name) for name in ("mujoco", "dm_control", "robosuite")}
@@ -43,9 +41,7 @@ def select_gpus(drivers: build.Drivers, tmp_path: Path) -> Ask:
     """Return a function that runs a renderer's own selection; -1 is the software device, None a failure."""
 
     def select_gpus(renderer: str, cases: Sequence[Case]) -> list[int | None]:
-        python = MUJOCO_4 if renderer == "mujoco 4" else Path(sys.executable)
-        if not python.exists():
-            build.skip_or_fail(f"{python} is not there; make it with: scripts/make_mujoco4_venv.sh")
+        python = find_python("mujoco4") if renderer == "mujoco 4" else Path(sys.executable)
         asked, answered = tmp_path / "cases.json", tmp_path / "choices.json"
         asked.write_text(json.dumps(cases))
         drivers.run(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.devices.fakes.build import compile_library
 from tests.core.isolation.simulator import Simulator
+from tests.requirements import compile_library
 
 Variant = Callable[[str], "functools.partial[Simulator]"]
 # The name contains the process id, because the same tests may run in several processes at a time.

@@ -17,11 +17,11 @@ import pytest
 
 from rl_ext_core.factory import as_factory
 from rl_ext_core.isolation import Isolation, probe
-from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.isolation import simulator
 from tests.core.isolation.conftest import Variant
 from tests.leaks import wait_until_ended
 from tests.programs import ROOT
+from tests.requirements import skip_or_fail
 
 INDEPENDENT, SINGLE, SHARED = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE, Isolation.SHARED_STATE
 COLLIDE, NON_DETERMINISTIC, BROKEN = Isolation.PROCESSES_COLLIDE, Isolation.NON_DETERMINISTIC, Isolation.BROKEN

@@ -9,30 +9,21 @@ import contextlib
 import ctypes
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-
-import pytest
+from typing import Any
 
 from rl_ext_core.devices import Inventory
 from tests.programs import ROOT
+from tests.requirements import compile_library, skip_or_fail
 
 SOURCES = Path(__file__).parent
 LIBRARIES = {"nvml.c": "libnvidia-ml.so.1", "egl.c": "libEGL.so.1", "cuda.c": "libcuda.so.1"}
 _INVENTORY = "import pickle; from rl_ext_core.devices import Inventory; print(pickle.dumps(Inventory.current()).hex())"
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG")
-
-
-def skip_or_fail(reason: str) -> NoReturn:
-    """Skip a test that cannot run on this machine, or fail it if ``CI`` is set."""
-    if os.environ.get("CI"):
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 def require_osmesa() -> None:
@@ -42,16 +33,6 @@ def require_osmesa() -> None:
             ctypes.CDLL(name)
             return
     skip_or_fail("OSMesa is not installed; scripts/install_system_packages.sh installs it")
-
-
-def compile_library(source: Path, library: Path, *options: str) -> None:
-    """Compile a C library. Without a compiler, skip the test, or fail it if ``CI`` is set."""
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if compiler is None:
-        skip_or_fail("no C compiler (cc) for the libraries of tests: apt-get install gcc libc6-dev")
-    command = [compiler, "-std=c11", "-O1", "-Wall", "-Wextra", "-shared", "-o", str(library), str(source), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{source} does not compile:\n{done.stderr}"
 
 
 def compile_drivers(folder: Path) -> None:

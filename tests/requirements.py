@@ -1,19 +1,36 @@
-"""Virtual environments of packages that conflict with those of other tests.
+"""Requirements of tests: a C compiler, and virtual environments of packages that conflict with others.
 
-.venv-jax has JAX, SBX, rl-zoo3, EnvPool and Brax. .venv-meltingpot has Melting Pot.
+.venv-jax has JAX, SBX, rl-zoo3, EnvPool and Brax, .venv-meltingpot Melting Pot, and .venv-mujoco4 MuJoCo 4.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from tests.core.devices.fakes.build import skip_or_fail
-from tests.core.devices.run_code import environment
-
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def skip_or_fail(reason: str) -> NoReturn:
+    """Skip a test that cannot run on this machine, or fail it if ``CI`` is set."""
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def compile_library(source: Path, library: Path, *options: str) -> None:
+    """Compile a C library. Without a compiler, skip the test, or fail it if ``CI`` is set."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        skip_or_fail("no C compiler (cc) for the libraries of tests: apt-get install gcc libc6-dev")
+    command = [compiler, "-std=c11", "-O1", "-Wall", "-Wextra", "-shared", "-o", str(library), str(source), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{source} does not compile:\n{done.stderr}"
 
 
 def find_python(name: str) -> Path:
@@ -35,6 +52,8 @@ def run_in_jax_venv(folder: Path, *arguments: str) -> str:
     :param folder: working directory of the program, and its folder for temporary files
     :param arguments: arguments of the Python interpreter
     """
+    from tests.core.devices.run_code import environment  # here, because tests for any system import this file
+
     # JAX and torch would use all CPU cores, which other tests need too.
     variables = environment(CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", TMPDIR=str(folder))
     program = [str(find_python("jax")), *arguments]
