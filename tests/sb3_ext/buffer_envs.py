@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +12,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from hypothesis import Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from sb3_contrib.common.maskable import buffers as maskable
 from sb3_contrib.common.recurrent import buffers as recurrent
 from stable_baselines3 import HerReplayBuffer
@@ -366,3 +369,13 @@ def check_equal_weights(make: Callable[[Any], Any], ours_class: Any, theirs_clas
         assert type(ours.replay_buffer) is ours_class
         assert_same(ours.replay_buffer, theirs.replay_buffer, env=theirs.get_vec_normalize_env())
     return ours
+
+
+def run_state_machine(make: Callable[[], RuleBasedStateMachine], n_examples: int, n_examples_in_ci: int) -> None:
+    """Run a state machine with 25 steps an example, without shrinking, which takes minutes."""
+    options = settings(
+        max_examples=n_examples_in_ci if "CI" in os.environ else n_examples,
+        stateful_step_count=25,
+        phases=(Phase.generate,),
+    )
+    run_state_machine_as_test(make, settings=options)

@@ -13,15 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stable_baselines3 import HerReplayBuffer
 from stable_baselines3.common.save_util import save_to_pkl
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from tests.interrupts import interrupt_at
-from tests.sb3_ext.buffer_envs import REPLAY, GoalRewards, TransitionSource, assert_same_draws, call_in_thread
+from tests.sb3_ext.buffer_envs import (
+    REPLAY,
+    GoalRewards,
+    TransitionSource,
+    assert_same_draws,
+    call_in_thread,
+    run_state_machine,
+)
 from tests.sb3_ext.test_sequences import assert_same_sequences
 
 IMAGE = spaces.Box(0, 255, (3, 6, 5), np.uint8)
@@ -96,9 +102,12 @@ class SameAsUpstream(RuleBasedStateMachine):
         self.buffer_arguments = {"buffer_size": size, "observation_space": space, "action_space": actions, **own}
         if kind in ("plain", "dict"):  # on the CPU, it changes nothing
             self.options["decode_on_gpu"] = draw(False, True)
-        self.is_limited = "CI" in os.environ and draw(False, True)
-        if self.is_limited:  # many steps, until rows are dropped; an example takes a second
+        is_limited = draw(False, True)
+        # In CI, until rows are dropped, which takes many steps and a second.
+        self.drops_rows = is_limited and "CI" in os.environ
+        if is_limited:
             self.options["max_bytes"] = (60_000 if kind == "dict" else 30_000) * (n_envs + 1)
+        if self.drops_rows:
             self.buffer_arguments["buffer_size"] = 300 * n_envs
         self.temporary = Path(tempfile.mkdtemp())
         # A reopened folder starts new episodes, so hindsight would differ from SB3.
@@ -116,7 +125,7 @@ class SameAsUpstream(RuleBasedStateMachine):
     def add(self, count: int, restart: bool) -> None:
         if restart:
             self.source.restart()
-        for _ in range(count * (8 if self.is_limited else 1)):
+        for _ in range(count * (8 if self.drops_rows else 1)):
             transition = self.source.step()
             self.ours.add(*transition)
             self.theirs.add(*transition)
@@ -253,7 +262,8 @@ class SameAsUpstream(RuleBasedStateMachine):
     def buffers_are_equal(self) -> None:
         """Check that both buffers contain the same transitions, except dropped ones."""
         if self.ours is not None:
-            size, drops = self.ours.size(), self.ours.size() < self.theirs.size()
+            size = self.ours.size()
+            drops = size < self.theirs.size()
             assert self.ours.pos == self.theirs.pos
             # A folder does not say whether rows that were dropped before it was opened had been written.
             assert self.ours.full == self.theirs.full or (drops and self.folder is not None)
@@ -276,6 +286,4 @@ class SameAsUpstream(RuleBasedStateMachine):
 @pytest.mark.filterwarnings("ignore:.*Observations are cast")
 @pytest.mark.parametrize("kind", REPLAY)
 def test_same_calls_have_the_same_effect_as_with_sb3s_buffers(kind: str) -> None:
-    n_examples = 80 if "CI" in os.environ else 10
-    options = settings(max_examples=n_examples, stateful_step_count=25, phases=(Phase.generate,))  # shrinking is slow
-    run_state_machine_as_test(functools.partial(SameAsUpstream, kind), settings=options)
+    run_state_machine(functools.partial(SameAsUpstream, kind), 10, 80)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,16 +10,8 @@ import numpy as np
 import pytest
 import torch._dynamo  # else optimizers import it during a test, which creates a temporary folder
 from gymnasium import spaces
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from stable_baselines3.common.buffers import RolloutBuffer
 
@@ -33,6 +24,7 @@ from tests.sb3_ext.buffer_envs import (
     call_in_thread,
     collect_transitions,
     image_env,
+    run_state_machine,
     sample_batch,
 )
 
@@ -223,9 +215,7 @@ class SameAsUpstream(RuleBasedStateMachine):
 @pytest.mark.filterwarnings("ignore:.*Observations are cast")
 @pytest.mark.parametrize("kind", ROLLOUT)
 def test_same_calls_have_the_same_effect_as_with_sb3s_buffers(kind: str) -> None:
-    n_examples = 40 if "CI" in os.environ else 4
-    options = settings(max_examples=n_examples, stateful_step_count=25, phases=(Phase.generate,))  # shrinking is slow
-    run_state_machine_as_test(functools.partial(SameAsUpstream, kind), settings=options)
+    run_state_machine(functools.partial(SameAsUpstream, kind), 4, 40)
 
 
 @pytest.mark.parametrize(("channels", "first", "codec"), [(1, True, "patch"), (3, False, "raw")])
@@ -244,7 +234,8 @@ def test_like_copies_settings_and_refuses_other_buffers() -> None:
     _, theirs = make_rollout_buffers("recurrent", 24, space)
     ours = ROLLOUT["recurrent"][0].like(theirs, codec="raw")
     assert (ours.gae_lambda, ours.gamma, ours.codec) == (0.9, 0.95, "raw")
-    fill_rollouts((ours, theirs), [TransitionSource(space, ACTIONS, 2).step()[0]] * 24)
+    source = TransitionSource(space, ACTIONS, 2)
+    fill_rollouts((ours, theirs), [source.step()[0] for _ in range(24)])
     assert_same_batches(ours, theirs, 10)
     with pytest.raises(InvalidTypeError, match=r"buffer is a RolloutBuffer.*\.like\(model.rollout_buffer\)"):
         ROLLOUT["recurrent"][0].like(RolloutBuffer(24, space, ACTIONS))
