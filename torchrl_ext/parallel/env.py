@@ -239,14 +239,14 @@ class ParallelEnv(EnvBase):
     def _reset_leaves(self, tensordict: TensorDictBase | None, each: list[dict[str, Any]]) -> TensorDictBase:
         options: dict[str, Any] = {EACH: each}
         if tensordict is not None:
-            found = [tensordict.get(key, None) for key in self.reset_keys]
-            masks = [mask.reshape(self.num_workers, -1).any(-1) for mask in found if mask is not None]
-            rows = torch.stack(masks).any(0).cpu() if masks else torch.ones(self.num_workers, dtype=torch.bool)
-            options["reset_mask"] = rows.numpy()
             given = tensordict.select(*self._leaves.keys, *self.reset_keys, strict=False).to("cpu")
-            for key in self.reset_keys:
-                if (mask := given.get(key, None)) is not None and mask.ndim == self.batch_dims:
+            masks = {key: mask for key in self.reset_keys if (mask := given.get(key, None)) is not None}
+            for key, mask in masks.items():
+                if mask.ndim == self.batch_dims:
                     given[key] = mask.unsqueeze(-1)  # as TorchRL's class, which has masks in buffers of this shape
+            each_mask = [mask.reshape(self.num_workers, -1).any(-1) for mask in masks.values()]
+            rows = torch.stack(each_mask).any(0) if masks else torch.ones(self.num_workers, dtype=torch.bool)
+            options["reset_mask"] = rows.numpy()
             for number in rows.nonzero().view(-1).tolist() if not given.is_empty() else ():
                 # Arrays are pickled faster than TensorDicts, and are plain data in records of crashes.
                 items = [(key, value.numpy(force=True)) for key, value in given[number].items(True, True)]

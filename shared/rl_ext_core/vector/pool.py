@@ -236,6 +236,7 @@ class Pool:
         self._is_half_stepped = self._is_half_stepped and None in requests
         for worker in self.workers:
             part = requests[worker.first : worker.last]
+            # With restarts, the reset of a failed worker is what replaces it.
             if self._restarts is not None or any(part):
                 self.send_reset(worker, part)
             else:
